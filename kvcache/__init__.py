@@ -1,0 +1,41 @@
+"""What a KV cache is: layer specs, model layouts, page geometry, the arena of bytes."""
+
+from .errors import ConfigError, KvtideError, MissingExtra, TraceError
+from .layout import Group, Layer, ModelLayout, Source
+from .specs import (
+    MLA,
+    ChunkedLocal,
+    Component,
+    CrossAttention,
+    FullAttention,
+    Kind,
+    LayerSpec,
+    Needed,
+    RecurrentState,
+    SinkWindow,
+    SlidingWindow,
+    SlidingWindowMLA,
+)
+
+__all__ = [
+    "MLA",
+    "ChunkedLocal",
+    "Component",
+    "ConfigError",
+    "CrossAttention",
+    "FullAttention",
+    "Group",
+    "Kind",
+    "KvtideError",
+    "Layer",
+    "LayerSpec",
+    "MissingExtra",
+    "ModelLayout",
+    "Needed",
+    "RecurrentState",
+    "SinkWindow",
+    "SlidingWindow",
+    "SlidingWindowMLA",
+    "Source",
+    "TraceError",
+]

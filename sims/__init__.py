@@ -1,0 +1,1 @@
+"""What would happen: serving traces, waste accounting, capacity."""
