@@ -1,7 +1,7 @@
 """`ModelLayout`: the layers of one model as a KV cache sees them, and the groups that equal specs form.
 
-A layout is frozen. It is read from a config (`from_hf`, `from_mistral_params`, `from_yaml`, `preset`) and then
-narrowed: `with_dtype`, `with_draft`, `stage` (pipeline) and `shard` (tensor parallelism) each return a new one. Every field that
+A layout is frozen. It is read from a config (`from_hf`, `from_mistral_params`, `from_yaml`, `preset`) and then narrowed:
+`with_dtype`, `with_draft`, `stage` (pipeline), `shard` (tensor parallelism) each return a new one. Every field that
 decided something is listed in `sources` with the place it came from; everything a reader should know is in `notes`.
 """
 

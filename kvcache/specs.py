@@ -90,6 +90,12 @@ class LayerSpec(ABC):
         """Bytes of the one state that a sequence has in this layer; 0 for attention."""
         return 0
 
+    @property
+    def has_bounded_reach(self) -> bool:
+        """Whether tokens of the text sequence go out of reach as it grows, so that only the last ones are held."""
+        far = np.array([2**40], dtype=np.int64)
+        return not self.state_bytes and bool(self.first_needed(far)[0] > 0)
+
     def first_needed(self, num_tokens: Int64Array) -> Int64Array:
         """First token of the contiguous part that the query at `num_tokens - 1` can reach."""
         return np.zeros_like(num_tokens)
