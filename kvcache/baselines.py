@@ -96,7 +96,7 @@ def uniform_geometry(layout: ModelLayout, block_size: int = 16) -> PageGeometry:
                 keeps_all=True,
             )
         )
-    return PageGeometry("uniform", layout, sum(fmt.page_bytes for fmt in formats), tuple(formats))
+    return PageGeometry("uniform", layout, sum(fmt.page_bytes for fmt in formats), tuple(formats), one_table=True)
 
 
 def grouped_geometry(layout: ModelLayout, block_size: int = 16) -> PageGeometry:
@@ -122,7 +122,7 @@ def grouped_geometry(layout: ModelLayout, block_size: int = 16) -> PageGeometry:
             )
             for group in groups
         )
-        return PageGeometry("grouped", layout, sum(fmt.page_bytes for fmt in formats), formats)
+        return PageGeometry("grouped", layout, sum(fmt.page_bytes for fmt in formats), formats, one_table=True)
     grouping = equal_groups([len(group.layers) for group in groups])
     page = grouping.size * layer_page
     return PageGeometry(

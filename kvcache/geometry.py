@@ -183,12 +183,17 @@ class BlockFormat:
 
 @dataclass(frozen=True)
 class PageGeometry:
-    """One policy's geometry of one layout. `unit` divides every block and page; block tables hold unit indices."""
+    """One policy's geometry of one layout. `unit` divides every block and page; block tables hold unit indices.
+
+    `one_table` says that all groups share a single table, as baselines without groups do: a block then spans them all,
+    and each format's `page_bytes` is its slice of it.
+    """
 
     policy: str
     layout: ModelLayout
     page_bytes: int
     formats: tuple[BlockFormat, ...]
+    one_table: bool = False
 
     @property
     def unit(self) -> int:
@@ -198,7 +203,7 @@ class PageGeometry:
     @property
     def num_tables(self) -> int:
         """Block tables over all groups."""
-        return sum(fmt.tables for fmt in self.formats)
+        return 1 if self.one_table else sum(fmt.tables for fmt in self.formats)
 
     @property
     def max_arena_bytes(self) -> int:
