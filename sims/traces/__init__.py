@@ -1,5 +1,7 @@
 """Readers for serving traces of every public format, and generators of synthetic ones."""
 
-from .request import Request, Trace
+from .formats import DEFAULT_TOKENS_PER_IMAGE, FORMATS, open_trace
+from .request import Progress, Request, Trace
+from .tables import GENERIC_KEYS
 
-__all__ = ["Request", "Trace"]
+__all__ = ["DEFAULT_TOKENS_PER_IMAGE", "FORMATS", "GENERIC_KEYS", "Progress", "Request", "Trace", "open_trace"]

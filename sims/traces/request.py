@@ -1,18 +1,24 @@
-"""One request of a serving trace, and a trace as a stream of them."""
+"""One request of a serving trace, and a trace as a stream of them.
+
+Readers make `Request`s, the simulator consumes them, and nothing else passes between the two. A `Trace` is iterated
+once; while that goes on its `bytes_read` and `num_skipped` say how far it has come, at the cost of an attribute.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
 class Request(NamedTuple):
     """What a trace says about one request.
 
-    `input_tokens` is the whole prompt; `image_tokens` of it are image tokens. `hash_ids` name the prompt's prefix
-    blocks of `hash_block` tokens (equal id: equal prefix up to there); None when the trace says nothing of prefixes.
-    `reasoning_tokens` of the output are thinking tokens; None when the trace does not say.
+    `arrival_s` counts from the start of the trace and is never negative. `input_tokens` is the whole prompt;
+    `image_tokens` of it are image tokens. `hash_ids` name the prompt's prefix blocks of `hash_block` tokens (equal
+    id: equal prefix up to there), the last one may be partial or left out; None when the trace says nothing of
+    prefixes. `reasoning_tokens` of the output are thinking tokens; None when the trace does not say. `request_id` is
+    the line number in traces that do not name their requests.
     """
 
     request_id: str
@@ -25,17 +31,43 @@ class Request(NamedTuple):
     hash_block: int = 0
 
 
+@dataclass
+class Progress:
+    """How far a reader has come: readers write it, progress bars and reports read it through `Trace`."""
+
+    bytes_read: int = 0
+    num_skipped: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Trace:
-    """A named stream of requests: iterate it once, in file order. `num_bytes` is the size of its files, 0 if generated.
+    """A named stream of requests: iterate it once, in file order, which is not always the order of arrival.
 
-    Iterating raises `TraceError` at the first row that cannot be read.
+    `num_bytes` is the size of its files, 0 if generated. Iterating raises `TraceError` at the first row that cannot
+    be read, and at the end of a trace that has no requests at all.
     """
 
     name: str
     format: str
     requests: Iterator[Request]
     num_bytes: int = 0
+    progress: Progress = field(default_factory=Progress)
 
     def __iter__(self) -> Iterator[Request]:
         return self.requests
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes consumed so far of `num_bytes` (compressed ones in a compressed file)."""
+        return self.progress.bytes_read
+
+    @property
+    def num_skipped(self) -> int:
+        """Rows left out so far because they are no served request (failures, samples without a prompt)."""
+        return self.progress.num_skipped
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Assumptions that a report should repeat; complete once iteration has begun."""
+        return tuple(self.progress.notes)
