@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from .dtypes import PACKED_LATENT_FORMATS, canonical_dtype
 from .errors import ConfigError
-from .specs import MLA, LayerSpec
+from .specs import MLA, FullAttention, LayerSpec
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,13 @@ class ModelLayout:
         start = 1 + max(layer.index for layer in self.layers)
         drafts = tuple(Layer(start + i, spec, draft=True) for i, spec in enumerate(added))
         return replace(self, layers=self.layers + drafts, draft_specs=())
+
+    def eagle_spec(self) -> LayerSpec:
+        """The layer of a one-layer EAGLE head: shaped like this model's own full attention (or MLA) layers."""
+        for group in self.groups:
+            if type(group.spec) in (FullAttention, MLA):
+                return group.spec
+        raise ConfigError(f"{self.name} has no full attention layer that an EAGLE head could be shaped like")
 
     def stage(self, first: int, last: int) -> ModelLayout:
         """The layers `first` (included) to `last` (excluded) of one pipeline stage."""

@@ -28,6 +28,11 @@ class KindWaste:
     allocated_bytes: int = 0
     needed_bytes: int = 0
 
+    @property
+    def waste_fraction(self) -> float:
+        """1 − needed / allocated; 0 when nothing is allocated."""
+        return waste_fraction(self.needed_bytes, self.allocated_bytes)
+
 
 @dataclass
 class Waste:

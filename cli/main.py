@@ -1,0 +1,75 @@
+"""The command `kvtide`: its subcommands, and how errors leave it.
+
+Each subcommand lives in a module of its own that is imported when it runs, so that `kvtide --help` stays fast. Whatever
+goes wrong on purpose (`KvtideError`, bad arguments) is one sentence on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module, metadata
+
+import click
+from kvtide.kvcache.errors import KvtideError
+
+COMMANDS = {
+    "waste": "Show where the KV bytes of a workload go, by cause, under each policy.",
+    "layout": "Show a model's layers and groups, their bytes, and where each field came from.",
+    "plan": "Show how many requests and how long a context fit in a memory budget.",
+    "models": "List the bundled models.",
+}
+
+
+class LazyGroup(click.Group):
+    """Imports `kvtide.cli.<name>` when a subcommand is used; help texts need no import."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = import_module(f"kvtide.cli.{cmd_name}")
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(metadata.version("kvtide"), prog_name="kvtide")
+def cli() -> None:
+    """Plan and inspect the KV-cache memory of large language models.
+
+    \b
+    Examples:
+      kvtide waste --model gemma-3-27b --trace demo
+      kvtide waste --model path/to/config.json --trace requests.jsonl
+      kvtide plan --model gpt-oss-120b --memory 80GiB --tokens 131072
+    """
+
+
+def run() -> None:
+    """The console script: one sentence and exit code 2 for every error that has a cause outside the program."""
+    try:
+        cli.main(standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as help_text:
+        click.echo(help_text.format_message(), err=True)
+        sys.exit(2)
+    except click.ClickException as error:
+        _fail(error.format_message())
+    except KvtideError as error:
+        _fail(str(error))
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader (head, less) has gone; that is no failure, but Python would complain when it flushes at exit.
+        sys.stderr.close()
+        sys.exit(141)
+
+
+def _fail(message: str) -> None:
+    click.echo(f"kvtide: {' '.join(message.split())}", err=True)
+    sys.exit(2)

@@ -1,0 +1,150 @@
+"""Options that several subcommands share: the model and how it is cut, policies, sizes, and output helpers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from kvtide.kvcache.errors import ConfigError
+from kvtide.kvcache.geometry import PageGeometry
+from kvtide.kvcache.layout import ModelLayout
+from kvtide.kvcache.policies import POLICIES, plan_geometry
+from kvtide.kvcache.solver import solve_geometry
+from rich.console import Console
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}b": 1000**i for i, prefix in enumerate("kmgtp", 1)},
+    **{f"{prefix}ib": 1024**i for i, prefix in enumerate("kmgtp", 1)},
+}
+
+
+def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    """Option callback: a size such as `80GiB`, `512 MiB`, `80GB` or a plain number of bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    if match is None or match[2].lower() not in UNITS:
+        raise click.BadParameter(f"{value!r} is not a size; write it like 80GiB, 512MiB, 80GB or 1000000", ctx, param)
+    size = int(float(match[1]) * UNITS[match[2].lower()])
+    if not 0 < size < 2**60:
+        raise click.BadParameter(f"{value!r} must be more than 0 bytes and less than 1 EiB", ctx, param)
+    return size
+
+
+def parse_policies(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
+    """Option callback: comma-separated names of policies."""
+    names = tuple(dict.fromkeys(name.strip() for name in value.split(",")))
+    for name in names:
+        if name not in POLICIES:
+            raise click.BadParameter(f"policy {name!r} is not known; allowed: {', '.join(POLICIES)}", ctx, param)
+    return names
+
+
+def model_options(function: Function) -> Function:
+    """`--model` and what changes its layout; the command receives one `layout`."""
+    options = [
+        click.option(
+            "--model", required=True, help="A bundled model's name, or a config.json, params.json or YAML file."
+        ),
+        click.option(
+            "--kv-dtype", default="auto", show_default=True, help="KV cache dtype, e.g. bf16, fp8, fp8_ds_mla."
+        ),
+        click.option(
+            "--tp", default=1, show_default=True, help="Tensor-parallel size; all bytes are those of one rank."
+        ),
+        click.option(
+            "--speculative",
+            type=click.Choice(["mtp", "eagle"]),
+            help="Add draft layers: the model's own MTP modules, or one EAGLE layer shaped like its full attention.",
+        ),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def block_options(function: Function) -> Function:
+    """`--block-size` and `--min-block-size`."""
+    options = [
+        click.option("--block-size", default=16, show_default=True, help="Tokens per block."),
+        click.option(
+            "--min-block-size",
+            default=8,
+            show_default=True,
+            help="Smallest block that kvtide may give window groups; set it to what the engine's kernels take.",
+        ),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+policy_option = click.option(
+    "--policy",
+    "policies",
+    callback=parse_policies,
+    default=",".join(POLICIES),
+    show_default=True,
+    help="Policies to compare.",
+)
+
+
+def load_layout(model: str, kv_dtype: str, tp: int, speculative: str | None) -> ModelLayout:
+    """The layout that the model options describe. A name with a path's looks, or of an existing path, is a file."""
+    path = Path(model)
+    if path.suffix in {".yaml", ".yml"}:
+        layout = ModelLayout.from_yaml(path)
+    elif path.exists() or path.suffix == ".json":
+        layout = ModelLayout.from_mistral_params(path) if path.name == "params.json" else ModelLayout.from_hf(path)
+    else:
+        layout = ModelLayout.preset(model)
+    if speculative == "mtp":
+        layout = layout.with_draft()
+    elif speculative == "eagle":
+        layout = layout.with_draft([layout.eagle_spec()])
+    return layout.with_dtype(kv_dtype).shard(tp)
+
+
+def geometries(
+    layout: ModelLayout, policies: tuple[str, ...], block_size: int, min_block_size: int
+) -> list[PageGeometry]:
+    """The geometry of every named policy."""
+    return [
+        solve_geometry(layout, block_size, min_block_size=min_block_size)
+        if policy == "kvtide"
+        else plan_geometry(policy, layout, block_size)
+        for policy in policies
+    ]
+
+
+def require_positive(name: str, value: int | None) -> None:
+    """`ConfigError` unless an optional token count is absent or at least 1."""
+    if value is not None and not 1 <= value <= 2**40:
+        raise ConfigError(f"{name} {value} must be from 1 to {2**40}")
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on stdout."""
+    click.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def human_bytes(count: float) -> str:
+    """Bytes for people: 3 significant digits and a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(count) < 1000 or unit == "PiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def console() -> Console:
+    """Where tables go: stdout, never narrower than they need when it is not a terminal."""
+    out = Console()
+    return out if out.is_terminal else Console(width=max(out.width, 140))

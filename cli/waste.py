@@ -1,0 +1,199 @@
+"""`kvtide waste`: where the KV bytes of a trace, or of one request, go under each policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import click
+from kvtide.kvcache.errors import ConfigError
+from kvtide.kvcache.layout import ModelLayout
+from kvtide.sims.traces import Request, Trace, open_trace
+from kvtide.sims.waste import Waste, WasteReport, measure_waste
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from .options import (
+    block_options,
+    console,
+    geometries,
+    human_bytes,
+    json_option,
+    load_layout,
+    model_options,
+    policy_option,
+    print_json,
+    require_positive,
+)
+
+
+@click.command("waste")
+@model_options
+@click.option("--trace", help="A trace file or folder, or `demo`; its format is found out from its content.")
+@click.option("--tokens", type=int, help="Instead of a trace: one request of this many tokens.")
+@click.option("--text-tokens", type=int, help="Instead of a trace: one request's text tokens.")
+@click.option("--image-tokens", type=int, help="With --text-tokens: its image tokens.")
+@policy_option
+@block_options
+@click.option(
+    "--trace-columns", metavar="NAME=COLUMN,...", help="Columns of a generic CSV: input, output, arrival, images."
+)
+@click.option("--seed", default=0, show_default=True, help="Seed for traces that are distributions.")
+@click.option("--num-requests", type=int, help="Stop after this many requests.")
+@json_option
+def command(
+    model: str,
+    kv_dtype: str,
+    tp: int,
+    speculative: str | None,
+    trace: str | None,
+    tokens: int | None,
+    text_tokens: int | None,
+    image_tokens: int | None,
+    policies: tuple[str, ...],
+    block_size: int,
+    min_block_size: int,
+    trace_columns: str | None,
+    seed: int,
+    num_requests: int | None,
+    as_json: bool,
+) -> None:
+    """Show where the KV bytes go, by cause, under each policy.
+
+    Every request is charged what it holds when its last token is computed, alone in its pages. waste = 1 - needed /
+    allocated.
+
+    \b
+    Examples:
+      kvtide waste --model gemma-3-27b --trace demo
+      kvtide waste --model llama-3.2-11b-vision --text-tokens 43 --image-tokens 6193
+      kvtide waste --model config.json --trace log.csv --trace-columns input=prompt,output=completion
+    """
+    layout = load_layout(model, kv_dtype, tp, speculative)
+    plans = geometries(layout, policies, block_size, min_block_size)
+    for name, value in (("--num-requests", num_requests), ("--tokens", tokens)):
+        require_positive(name, value)
+    if trace is None:
+        if trace_columns or num_requests:
+            raise ConfigError("--trace-columns and --num-requests describe a trace; give --trace")
+        workload = {"tokens": _single_tokens(tokens, text_tokens, image_tokens)}
+        report = measure_waste(plans, [_single(tokens, text_tokens, image_tokens)])
+    else:
+        if (tokens, text_tokens, image_tokens) != (None, None, None):
+            raise ConfigError(
+                "--trace and --tokens, --text-tokens or --image-tokens exclude each other; give one of them"
+            )
+        stream = open_trace(trace, columns=_columns(trace_columns), seed=seed, num_requests=num_requests)
+        workload = {"trace": stream.name}
+        report = measure_waste(plans, _with_progress(stream))
+    if as_json:
+        print_json(_as_json(layout, workload, report))
+    else:
+        _print(layout, str(workload.get("trace", "one request")), report)
+
+
+def _single(tokens: int | None, text: int | None, image: int | None) -> Request:
+    return Request("0", 0.0, _single_tokens(tokens, text, image), 0, image or 0)
+
+
+def _single_tokens(tokens: int | None, text: int | None, image: int | None) -> int:
+    if (tokens is None) == (text is None and image is None):
+        raise ConfigError("give one workload: --trace, --tokens, or --text-tokens and --image-tokens")
+    for name, value in (("--text-tokens", text), ("--image-tokens", image)):
+        if value is not None and not 0 <= value <= 2**40:
+            raise ConfigError(f"{name} {value} must be from 0 to {2**40}")
+    total = tokens if tokens is not None else (text or 0) + (image or 0)
+    require_positive("the number of tokens", total)
+    return total
+
+
+def _columns(text: str | None) -> dict[str, str] | None:
+    if text is None:
+        return None
+    columns = {}
+    for part in text.split(","):
+        name, separator, column = part.partition("=")
+        if not separator or not name.strip() or not column.strip():
+            raise ConfigError(
+                f"--trace-columns has {part!r}; write NAME=COLUMN pairs such as input=prompt,output=completion"
+            )
+        columns[name.strip()] = column.strip()
+    return columns
+
+
+def _with_progress(trace: Trace) -> Iterator[Request]:
+    """The trace's requests; draws a bar on stderr while they are read, if that is a terminal."""
+    err = Console(stderr=True)
+    if not err.is_terminal or not trace.num_bytes:
+        yield from trace
+        return
+    columns = (TextColumn("reading {task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task(trace.name, total=trace.num_bytes)
+        for number, request in enumerate(trace):
+            if number % 1024 == 0:
+                progress.update(task, completed=trace.bytes_read)
+            yield request
+
+
+def _as_json(layout: ModelLayout, workload: dict[str, Any], report: WasteReport) -> dict[str, Any]:
+    return {
+        "model": layout.name,
+        **workload,
+        "requests": report.requests,
+        "total_tokens": report.tokens,
+        "accounting": "final-length",
+        "policies": {waste.policy: _policy_json(waste) for waste in report.policies},
+    }
+
+
+def _policy_json(waste: Waste) -> dict[str, Any]:
+    return {
+        "allocated_bytes": waste.allocated_bytes,
+        "needed_bytes": waste.needed_bytes,
+        "waste_fraction": waste.waste_fraction,
+        "by_cause": waste.by_cause,
+        "by_kind": {
+            kind: {
+                "allocated_bytes": part.allocated_bytes,
+                "needed_bytes": part.needed_bytes,
+                "waste_fraction": part.waste_fraction,
+            }
+            for kind, part in waste.by_kind.items()
+        },
+    }
+
+
+def _print(layout: ModelLayout, workload: str, report: WasteReport) -> None:
+    out = console()
+    causes = [cause for cause in report.policies[0].by_cause if cause != "needed"]
+    table = Table(
+        title=f"KV memory of {layout.name} on {workload}: {report.requests:,} requests, {report.tokens:,} tokens, "
+        "each at its final length",
+        title_justify="left",
+    )
+    for heading in ("policy", "allocated", "needed", "waste", *(cause.replace("_", " ") for cause in causes)):
+        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    for waste in report.policies:
+        table.add_row(
+            waste.policy,
+            human_bytes(waste.allocated_bytes),
+            human_bytes(waste.needed_bytes),
+            f"{waste.waste_fraction:.2%}",
+            *(_share(waste.by_cause[cause], waste.allocated_bytes) for cause in causes),
+        )
+    out.print(table)
+    kinds = Table(title="Waste by layer kind", title_justify="left")
+    kinds.add_column("policy")
+    for kind in report.policies[0].by_kind:
+        kinds.add_column(str(kind).replace("_", " "), justify="right")
+    for waste in report.policies:
+        kinds.add_row(waste.policy, *(f"{part.waste_fraction:.2%}" for part in waste.by_kind.values()))
+    out.print(kinds)
+    for note in layout.notes:
+        out.print(f"note: {note}", style="dim", highlight=False)
+
+
+def _share(part: int, whole: int) -> str:
+    return "–" if not part else f"{part / whole:.2%}"
