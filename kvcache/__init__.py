@@ -2,6 +2,7 @@
 
 from .errors import ConfigError, KvtideError, MissingExtra, TraceError
 from .layout import Group, Layer, ModelLayout, Source
+from .presets import preset_names
 from .specs import (
     MLA,
     ChunkedLocal,
@@ -38,4 +39,5 @@ __all__ = [
     "SlidingWindowMLA",
     "Source",
     "TraceError",
+    "preset_names",
 ]
