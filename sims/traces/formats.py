@@ -70,6 +70,8 @@ def open_trace(
     _check_arguments(format, columns, tokens_per_image, seed, num_requests, duration_s)
     if columns is not None:
         format = "generic"
+    if format == "demo" and source != "demo":
+        raise ConfigError(f"format 'demo' is generated and takes the source 'demo', not {show(os.fspath(source))}")
     progress = Progress()
     if source == "demo" and format in (None, "demo"):
         if num_requests is None and duration_s is None:
@@ -129,8 +131,10 @@ def _check_arguments(
 def _look_into(path: Path, format: str | None) -> tuple[str, list[Path]]:
     """Return the format of a file or folder and the files to read, none where they only describe what to sample."""
     if not path.is_dir():
-        if format in ("servegen", "demo"):
-            raise TraceError(f"{path}: is not {FORMATS[format]}")
+        if not path.is_file():
+            raise TraceError(f"{path}: is neither a file nor a folder; a pipe cannot be looked at before it is read")
+        if format == "servegen":
+            raise TraceError(f"{path}: is a file, but the format servegen is a folder of them")
         return format or _detect(path), [path]
     if any(path.glob(DATASET_GLOB)):
         found, files = "servegen", []

@@ -40,14 +40,16 @@ def read_mooncake(file: TraceFile) -> Iterator[Request]:
 
 
 def _hash_block(file: TraceFile) -> int:
-    fitting: Counter[int] = Counter()
+    # The last, partial block is named in Mooncake's traces and left out in derived ones: a trace does one or the other.
+    all_blocks: Counter[int] = Counter()
+    full_blocks: Counter[int] = Counter()
     with suppress(TraceError):  # reading proper comes to the bad row again, at its turn
         for row in islice(TraceFile(file.path).objects(), _PROBED_ROWS):
             tokens, ids = row.get("input_length"), row.get("hash_ids")
             if type(tokens) is int and type(ids) is list:
-                # The last, partial block is named in Mooncake's traces and left out in derived ones.
-                fitting.update(block for block in HASH_BLOCKS if tokens // block <= len(ids) <= -(-tokens // block))
-    return max(HASH_BLOCKS, key=lambda block: fitting[block])
+                all_blocks.update(block for block in HASH_BLOCKS if len(ids) == -(-tokens // block))
+                full_blocks.update(block for block in HASH_BLOCKS if len(ids) == tokens // block)
+    return max(HASH_BLOCKS, key=lambda block: max(all_blocks[block], full_blocks[block]))
 
 
 def read_bailian(file: TraceFile) -> Iterator[Request]:

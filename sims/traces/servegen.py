@@ -207,7 +207,9 @@ def _parse_histogram(text: str, name: str, place: Place) -> _Histogram:
     try:
         if not (body.startswith("{") and body.endswith("}")):
             raise ValueError
-        pairs = np.array([item.split(":") for item in body[1:-1].split(",")], np.float64).reshape(-1, 2)
+        pairs = np.array([item.split(":") for item in body[1:-1].split(",")], np.float64)
+        if pairs.shape[1:] != (2,):
+            raise ValueError
     except ValueError:
         raise place.error(f"{name} is {show(text)}, but must look like {{17: 0.25, 42: 0.75}}") from None
     values, weights = pairs[:, 0], pairs[:, 1]

@@ -100,10 +100,14 @@ def _tokens(value: object, name: str, file: TraceFile) -> int:
 
 
 def _nanoseconds(value: object, name: str, file: TraceFile) -> int:
-    if not isinstance(value, str):
-        return round(seconds(value, name, file) * 1e9)
-    # A date has a separator after its year, a number has not.
-    return clock_ns(value, name, file) if value.strip()[4:5] == "-" else round(seconds_text(value, name, file) * 1e9)
+    if isinstance(value, str):
+        if value.strip()[4:5] == "-":  # 2023-..., which no number is
+            return clock_ns(value, name, file)
+        number = seconds_text(value, name, file)
+    else:
+        number = seconds(value, name, file)
+    whole, part = divmod(number, 1.0)  # exact, where a product of unix seconds and 1e9 is not
+    return int(whole) * 1_000_000_000 + round(part * 1e9)
 
 
 def _image_note(tokens_per_image: int) -> str:
