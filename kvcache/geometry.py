@@ -212,8 +212,11 @@ class PageGeometry:
 
     @property
     def slack_bytes(self) -> int:
-        """Worst case of bytes that a sequence's pages hold beyond its blocks: all but one block of a page per group."""
-        return sum((fmt.blocks_per_page - 1) * fmt.block_bytes + fmt.page_tail_bytes for fmt in self.formats)
+        """Worst case of free blocks in a sequence's pages, whatever its length: all but one block of a page per group.
+
+        The tail of every page comes on top of it, since no block can use it.
+        """
+        return sum((fmt.blocks_per_page - 1) * fmt.block_bytes for fmt in self.formats)
 
     @property
     def pinned_fraction(self) -> float:
