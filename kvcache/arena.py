@@ -49,6 +49,10 @@ class Arena:
     def block(self, entry: int, fmt: BlockFormat) -> torch.Tensor:
         """The bytes of one block, a contiguous uint8 view: one copy, one write, one transfer descriptor."""
         start = entry * self.geometry.unit
+        if not 0 <= start <= self.num_bytes - fmt.block_bytes:
+            raise ConfigError(
+                f"block table entry {entry} of {fmt.group.name} is outside an arena of {self.num_bytes} bytes"
+            )
         return self.memory[start : start + fmt.block_bytes]
 
     def view(self, layer: int, component: str) -> torch.Tensor:
