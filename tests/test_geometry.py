@@ -238,9 +238,7 @@ class TestPeak:
 
 class TestFormat:
     def test_uneven_split(self) -> None:
-        with pytest.raises(
-            ConfigError, match=r"^10 layers \(and 1 of padding\) of group g cannot be split evenly"
-        ):
+        with pytest.raises(ConfigError, match=r"^10 layers \(and 1 of padding\) of group g cannot be split evenly"):
             BlockFormat(Group("g", FullAttention(1, 1, 1), tuple(range(10))), 1, 2, 4, 1000, padding_layers=1)
 
     def test_page_too_small(self) -> None:
