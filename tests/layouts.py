@@ -108,7 +108,8 @@ def attention_specs(reach: st.SearchStrategy[int]) -> st.SearchStrategy[LayerSpe
     )
 
 
-def state_specs() -> st.SearchStrategy[LayerSpec]:
-    """Recurrent states of one or two small arrays."""
-    array = st.builds(Component, st.sampled_from("ab"), st.tuples(_dims, _dims), _dtypes)
+def state_specs(rows: int = 5, columns: int = 5) -> st.SearchStrategy[LayerSpec]:
+    """Recurrent states of one or two small arrays, each of at most `rows` x `columns` values."""
+    shape = st.tuples(st.integers(1, rows), st.integers(1, columns))
+    array = st.builds(Component, st.sampled_from("ab"), shape, _dtypes)
     return st.lists(array, min_size=1, max_size=2, unique_by=lambda a: a.name).map(lambda a: RecurrentState(tuple(a)))

@@ -335,14 +335,21 @@ class TestLimits:
         assert (block[half:] == 7).all()
         assert int(view[entry].sum(dtype=torch.int64)) == 7 * half
 
-    def test_misaligned_elements(self) -> None:
-        # Two bytes of K and one of V per token and layer, next to a float32 state: units of one byte.
-        states = RecurrentState((Component("conv", (1, 3), "bfloat16"), Component("ssm", (2,), "float32")))
-        geometry = solve_geometry(layout_of("odd", (1, states), (1, FullAttention(1, 1, 1, "uint8"))), 1)
-        arena = Arena(geometry, 4)
-        with pytest.raises(ConfigError, match=r"^ssm of layer 0 is float32 at byte 6 of units of 2 bytes.*4-byte elem"):
+    def test_misaligned_offsets(self) -> None:
+        arrays = (Component("a", (1, 3), "bfloat16"), Component("b", (2,), "float32"), Component("c", (1,), "bfloat16"))
+        arena = Arena(solve_geometry(layout_of("odd", (1, RecurrentState(arrays)))), 4)
+        assert arena.geometry.unit == 16
+        with pytest.raises(ConfigError, match=r"^b of layer 0 is float32 at byte 6 of units of 16 bytes.*4-byte elem"):
+            arena.view(0, "b")
+        assert arena.view(0, "c").storage_offset() == 7
+
+    def test_misaligned_units(self) -> None:
+        # A float32 of 4 bytes beside blocks of 2 bytes: an entry may point between two floats.
+        states = RecurrentState((Component("ssm", (1,), "float32"),))
+        arena = Arena(solve_geometry(layout_of("odd", (1, states), (1, FullAttention(1, 1, 1, "uint8"))), 1), 4)
+        with pytest.raises(ConfigError, match=r"^ssm of layer 0 is float32 at byte 0 of units of 2 bytes"):
             arena.view(0, "ssm")
-        assert arena.view(0, "conv").shape[1:] == (1, 3)
+        assert arena.view(1, "v").storage_offset() == 1
 
     def test_layers_without_kv_and_unknown_components(self) -> None:
         arena = Arena(solve_geometry(qwen_3_5_27b().shard(4)), 1)

@@ -169,6 +169,10 @@ class TestGrouped:
         assert charge["full_attention"].page_padding == 10 * 4 * 16 * (1024 - 768)
         assert charge["sliding_window"].page_padding == 0
 
+    def test_pages_that_do_not_divide_keep_their_tokens(self) -> None:
+        layout = layout_of("odd", (4, FullAttention(3, 64, 64)), (4, SlidingWindow(8, 64, 64, window=64)))
+        assert [(fmt.block_size, fmt.layer_bytes) for fmt in grouped_geometry(layout).formats] == [(16, 32768)] * 2
+
     def test_one_kind_of_one_type_is_one_table(self) -> None:
         """Sizes may differ: MLA layers with an indexer beside MLA layers without one, or MTP layers."""
         layout = layout_of("mtp", (3, MLA(512, 64, index_head_dim=128)), (2, MLA(512, 64)))

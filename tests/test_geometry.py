@@ -12,7 +12,7 @@ from math import gcd
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kvtide.kvcache import (
     MLA,
@@ -265,6 +265,11 @@ class TestFormat:
             end += part.num_bytes * (fmt.block_size or 1)
         assert end <= fmt.layer_bytes
 
+    def test_arrays_of_a_state_follow_each_other(self) -> None:
+        states = solve_geometry(qwen_3_5_27b()).formats[0]
+        assert (states.component_offset("conv"), states.component_offset("ssm")) == (0, 61440)
+        assert (states.place(0), states.place(1), states.place(2)) == ((0, 0), (0, 3207168), (1, 0))
+
     def test_unknown_layers_and_components(self) -> None:
         fmt = solve_geometry(gemma_3_27b()).formats[0]
         with pytest.raises(ConfigError, match="layer 11 is not in group full_attention"):
@@ -287,6 +292,11 @@ class TestPageGeometry:
         assert geometry.max_arena_bytes // geometry.unit - 1 == np.iinfo(np.int32).max
         with pytest.raises(ConfigError, match=rf"more than 2\*\*31 units of {geometry.unit} bytes; at most"):
             geometry.check_arena(geometry.max_arena_bytes + 1)
+
+    def test_the_unit_divides_pages_and_blocks(self) -> None:
+        group = Group("g", FullAttention(1, 1, 1), (0, 1))
+        assert _geometry(100, BlockFormat(group, 10, 1, 20, 100)).unit == 20  # two blocks of 40 and a tail of 20
+        assert _geometry(120, BlockFormat(group, 5, 1, 20, 120), BlockFormat(group, 15, 1, 60, 120)).unit == 40
 
     def test_format_of(self) -> None:
         geometry = solve_geometry(gemma_3_27b())
@@ -449,7 +459,7 @@ def check_geometry(geometry: PageGeometry, bound: int) -> None:
 @st.composite
 def small_layouts(draw: st.DrawFn) -> ModelLayout:
     reach = st.sampled_from([1, 7, 8, 100, 128, 1000])
-    specs = draw(st.lists(st.one_of(attention_specs(reach), state_specs()), min_size=1, max_size=3, unique=True))
+    specs = draw(st.lists(st.one_of(attention_specs(reach), state_specs(40, 12)), min_size=1, max_size=3, unique=True))
     return layout_of("small", *((draw(st.integers(1, 12)), spec) for spec in specs))
 
 
@@ -459,6 +469,7 @@ class TestSolver:
         assert REFERENCE_TOKENS[-1] <= 32769
         assert (REFERENCE_TOKENS % 2 == 1).all()
 
+    @settings(max_examples=5 * settings().max_examples)
     @given(
         layout=small_layouts(),
         block_size=st.sampled_from([1, 3, 4, 8, 16]),
@@ -542,6 +553,8 @@ class TestSolver:
         layout = layout_of("mamba", (6, RecurrentState((Component("ssm", (64, 16), "float32"),))))
         geometry = solve_geometry(layout)
         check_geometry(geometry, MAX_PAGE_BYTES)
+        # A table of one entry per sequence is free: nothing is gained by a page of more than one layer's state.
+        assert (geometry.page_bytes, geometry.num_tables) == (4096, 6)
         assert geometry.charge(100)["recurrent_state"].allocated == 6 * 4096
 
     def test_mixed_latents_and_windows(self) -> None:

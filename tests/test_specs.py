@@ -187,6 +187,8 @@ class TestShard:
             gated_delta_net(16, 48, "float32").shard(tp_size)
 
     def test_a_state_is_never_cut_through_a_head(self) -> None:
+        with pytest.raises(ConfigError, match="of 2 head shards cannot be divided by tp_size 4"):
+            RecurrentState((Component("ssm", (8, 16), "float32"),), max_shards=2).shard(4)
         with pytest.raises(ConfigError, match="cannot be divided by tp_size 4"):
             RecurrentState((Component("conv", (6, 3), "bfloat16"),), max_shards=4).shard(4)
 
