@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,28 +12,19 @@ from kvtide.kvcache.errors import ConfigError
 from kvtide.kvcache.geometry import PageGeometry
 from kvtide.kvcache.layout import ModelLayout
 from kvtide.kvcache.policies import POLICIES, plan_geometry
+from kvtide.kvcache.sizes import parse_bytes
 from kvtide.kvcache.solver import solve_geometry
 from rich.console import Console
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-UNITS = {
-    "": 1,
-    "b": 1,
-    **{f"{prefix}b": 1000**i for i, prefix in enumerate("kmgtp", 1)},
-    **{f"{prefix}ib": 1024**i for i, prefix in enumerate("kmgtp", 1)},
-}
-
 
 def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     """Option callback: a size such as `80GiB`, `512 MiB`, `80GB` or a plain number of bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-    if match is None or match[2].lower() not in UNITS:
-        raise click.BadParameter(f"{value!r} is not a size; write it like 80GiB, 512MiB, 80GB or 1000000", ctx, param)
-    size = int(float(match[1]) * UNITS[match[2].lower()])
-    if not 0 < size < 2**60:
-        raise click.BadParameter(f"{value!r} must be more than 0 bytes and less than 1 EiB", ctx, param)
-    return size
+    try:
+        return parse_bytes(value)
+    except ConfigError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
 
 
 def parse_policies(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """What a KV cache is: layer specs, model layouts, page geometry, the arena of bytes."""
 
-from .errors import ConfigError, KvtideError, MissingExtra, TraceError
+from .errors import ConfigError, Exhausted, KvtideError, MissingExtra, TraceError
 from .layout import Group, Layer, ModelLayout, Source
 from .presets import preset_names
 from .specs import (
@@ -24,6 +24,7 @@ __all__ = [
     "Component",
     "ConfigError",
     "CrossAttention",
+    "Exhausted",
     "FullAttention",
     "Group",
     "Kind",

@@ -5,6 +5,8 @@ A message names the thing, its value, and what is allowed; the command line prin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class KvtideError(Exception):
     """Base of every error that kvtide raises on purpose."""
@@ -23,3 +25,23 @@ class MissingExtra(KvtideError):
 
     def __init__(self, what: str, package: str, extra: str) -> None:
         super().__init__(f"{what} needs the package {package!r}; install it with: pip install 'kvtide[{extra}]'")
+
+
+class Exhausted(KvtideError):
+    """A reservation that does not fit; nothing was changed.
+
+    `shortfall` maps group names to blocks that the group's own pages cannot give; `pages_short` is how many pages are
+    missing in all. `would_free` maps rows to the blocks per group that preempting that row would give back.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        shortfall: Mapping[str, int] | None = None,
+        pages_short: int = 0,
+        would_free: Mapping[int, Mapping[str, int]] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.shortfall = dict(shortfall or {})
+        self.pages_short = pages_short
+        self.would_free = dict(would_free or {})

@@ -91,10 +91,14 @@ class LayerSpec(ABC):
         return 0
 
     @property
+    def reach(self) -> int | None:
+        """The most tokens, sinks apart, that a query can see; None when that grows with the sequence."""
+        return None
+
+    @property
     def has_bounded_reach(self) -> bool:
-        """Whether tokens of the text sequence go out of reach as it grows, so that only the last ones are held."""
-        far = np.array([2**40], dtype=np.int64)
-        return not self.state_bytes and bool(self.first_needed(far)[0] > 0)
+        """Whether tokens go out of reach as the sequence grows, so that only the last ones are held."""
+        return self.reach is not None
 
     def first_needed(self, num_tokens: Int64Array) -> Int64Array:
         """First token of the contiguous part that the query at `num_tokens - 1` can reach."""
@@ -184,6 +188,10 @@ class SlidingWindow(FullAttention):
         super().__post_init__()
         _require_positive(self, window=self.window)
 
+    @property
+    def reach(self) -> int:
+        return self.window
+
     def first_needed(self, num_tokens: Int64Array) -> Int64Array:
         return np.maximum(num_tokens - self.window, 0)
 
@@ -227,6 +235,10 @@ class ChunkedLocal(FullAttention):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_positive(self, chunk=self.chunk)
+
+    @property
+    def reach(self) -> int:
+        return self.chunk
 
     def first_needed(self, num_tokens: Int64Array) -> Int64Array:
         return np.maximum(num_tokens - 1, 0) // self.chunk * self.chunk
@@ -293,6 +305,10 @@ class SlidingWindowMLA(MLA):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_positive(self, window=self.window)
+
+    @property
+    def reach(self) -> int:
+        return self.window
 
     def first_needed(self, num_tokens: Int64Array) -> Int64Array:
         return np.maximum(num_tokens - self.window, 0)

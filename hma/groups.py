@@ -1,0 +1,143 @@
+"""One group inside the manager: its block format, its table, and the arithmetic of which blocks a position needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from kvtide.kvcache.geometry import BlockFormat, ceil_div
+from kvtide.kvcache.specs import Int64Array, Kind
+
+from .tables import NO_BLOCK, GroupTable, ranges
+
+
+class Growth(NamedTuple):
+    """Blocks that rows will take: sink blocks first, then a gap of dead-on-arrival blocks, then the rest; per row."""
+
+    sinks: Int64Array
+    gaps: Int64Array
+    counts: Int64Array
+
+    @property
+    def total(self) -> int:
+        """Logical blocks taken; each takes one block of every table."""
+        return int(self.sinks.sum() + self.counts.sum())
+
+
+@dataclass(frozen=True)
+class ManagedGroup:
+    """Frozen description; `table` is what changes. `number` is the group's place in the geometry's formats.
+
+    `base` is the tokens per key. A key covers `blocks_per_key` blocks of this group, or, where the group's block is
+    larger, only every `keys_per_block`-th key ends a block.
+    """
+
+    number: int
+    fmt: BlockFormat
+    table: GroupTable
+    base: int
+    draft_only: bool
+
+    @property
+    def name(self) -> str:
+        """The group's name in the layout."""
+        return self.fmt.group.name
+
+    @property
+    def is_state(self) -> bool:
+        """Whether the group holds one recurrent state per sequence."""
+        return self.fmt.block_size == 0
+
+    @property
+    def is_cross(self) -> bool:
+        """Whether the group holds image tokens, all of them from the first step on."""
+        return self.fmt.group.spec.kind is Kind.CROSS_ATTENTION
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether tokens go out of reach."""
+        return self.fmt.group.spec.has_bounded_reach
+
+    @property
+    def blocks_per_key(self) -> int:
+        """Blocks of one table that end inside one base block."""
+        return 1 if self.is_state else max(1, self.base // self.fmt.block_size)
+
+    @property
+    def keys_per_block(self) -> int:
+        """Keys per block where the block is larger than the base, else 1."""
+        return 1 if self.is_state else max(1, self.fmt.block_size // self.base)
+
+    @property
+    def cells_per_key(self) -> int:
+        """Cells of a node in the prefix index; cross attention is not cached, since text does not determine it."""
+        return 0 if self.is_cross else self.blocks_per_key * self.fmt.tables
+
+    def first_block(self, committed: Int64Array) -> Int64Array:
+        """First logical block, sinks apart, that the query at position `committed` can reach."""
+        first = self.fmt.group.spec.first_needed(committed + 1) // self.fmt.block_size
+        return np.maximum(first, self.table.sink_blocks)
+
+    def growth(self, rows: Int64Array, upper: Int64Array, after: Int64Array | None, lookahead: int) -> Growth:
+        """Blocks to take so that each row can hold `upper` tokens (image tokens for cross attention).
+
+        `after` are the committed lengths once the step is done, given when tokens dead by then need no slot.
+        """
+        table = self.table
+        none = np.zeros_like(rows)
+        if self.is_state:
+            return Growth(none, none, np.where(table.end[rows] == 0, 1 + lookahead, 0))
+        end = table.end[rows]
+        target = np.maximum(ceil_div(upper, self.fmt.block_size), end)
+        sinks = none
+        if table.sink_blocks:
+            sinks = np.maximum(np.minimum(target, table.sink_blocks) - end, 0)
+            end = end + sinks
+        gaps = none
+        if after is not None and self.is_bounded:
+            gaps = np.clip(self.first_block(after) - end, 0, target - end)
+        return Growth(sinks, gaps, target - end - gaps)
+
+    def append(self, rows: Int64Array, growth: Growth, ids: Int64Array) -> None:
+        """Put taken blocks `[growth.total * tables]` at the end of the rows."""
+        ids = ids.reshape(self.fmt.tables, growth.total)
+        split = int(growth.sinks.sum())
+        if split:
+            self.table.append(rows, growth.sinks, ids[:, :split])
+            ids = ids[:, split:]
+        self.table.append(rows, growth.counts, ids, growth.gaps if growth.gaps.any() else None)
+
+    def slots(self, rows: Int64Array, positions: Int64Array) -> Int64Array:
+        """Slot `entry * block_size + offset` of each token, `[tables, n]`; -1 where the token has no block."""
+        logical, offsets = np.divmod(positions, self.fmt.block_size)
+        in_row = (logical >= self.table.first[rows]) | (logical < self.table.sink_blocks)
+        columns = np.where(in_row, self.table.columns(rows, logical), 0)
+        entries = self.table.entries[:, rows, columns].astype(np.int64)
+        return np.where(in_row & (entries != NO_BLOCK), entries * self.fmt.block_size + offsets, NO_BLOCK)
+
+    def blocks_of_keys(self, rows: Int64Array, keys: Int64Array) -> tuple[npt.NDArray[np.intp], Int64Array, Int64Array]:
+        """Blocks that the rows hold and that end inside the base blocks `keys[i]` of `rows[i]`.
+
+        Returns index into `rows`, cell column, and block id of each.
+        """
+        table, tables = self.table, self.fmt.tables
+        if self.keys_per_block > 1:
+            which = np.flatnonzero((keys + 1) % self.keys_per_block == 0)
+            logical = (keys[which] + 1) // self.keys_per_block - 1
+            part = np.zeros_like(logical)
+        else:
+            per_key = self.blocks_per_key
+            which = np.repeat(np.arange(len(keys)), per_key)
+            part = ranges(np.full(len(keys), per_key))
+            logical = keys[which] * per_key + part
+        owners = rows[which]
+        in_row = (logical >= table.first[owners]) | (logical < table.sink_blocks)
+        which, part, owners, logical = which[in_row], part[in_row], owners[in_row], logical[in_row]
+        entries = table.entries[:, owners, table.columns(owners, logical)]
+        taken = entries[0] != NO_BLOCK
+        if not taken.all():
+            which, part, entries = which[taken], part[taken], entries[:, taken]
+        columns = part[None, :] * tables + np.arange(tables)[:, None]
+        return np.tile(which, tables), columns.ravel(), table.to_ids(entries).ravel()

@@ -1,0 +1,394 @@
+"""The pool: which page belongs to which group, and the state of every block, as arrays.
+
+A block id is `page * stride + slot`. Every block of an owned page is exactly one of
+
+    free         no content            taken first
+    evictable    cached, unreferenced  taken when nothing is free, lowest class first, then least recently used
+    referenced   held by sequences     never taken
+
+A page with a referenced block is *active* and only its own group can use its other blocks. A page without one is
+*inactive*: whoever needs a page may have it, its cached blocks are dropped. A page whose last block dies is free again.
+The pool knows nothing of sequences or keys; it tells `on_evict` which cached blocks it drops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from kvtide.kvcache.errors import KvtideError
+from kvtide.kvcache.geometry import PageGeometry
+from kvtide.kvcache.specs import Int64Array
+
+from .rings import NO_STAMP, Ring, Stack
+
+# Eviction classes, lowest first: what cannot complete a likely hit, then cached prefixes by priority.
+CLASS_SCRAP = 0
+CLASS_NORMAL = 4
+NUM_CLASSES = 8
+
+NO_OWNER = -1
+
+
+class PoolCounts(NamedTuple):
+    """Blocks of one group by state."""
+
+    free: int
+    evictable: int
+    referenced: int
+
+
+class PagePool:
+    """`num_pages` pages of a geometry. All calls take and return int64 arrays of block ids."""
+
+    def __init__(self, geometry: PageGeometry, num_pages: int, on_evict: Callable[[Int64Array], None]) -> None:
+        self.num_pages = num_pages
+        self.per_page = [fmt.blocks_per_page for fmt in geometry.formats]
+        self.stride = max(self.per_page)
+        self._capacity = np.array(self.per_page, dtype=np.int64)
+        self._on_evict = on_evict
+        blocks = num_pages * self.stride
+        self.refs = np.zeros(blocks, dtype=np.int32)
+        self.cached = np.zeros(blocks, dtype=np.bool_)
+        self._stamp = np.zeros(blocks, dtype=np.int64)
+        self._class = np.zeros(blocks, dtype=np.uint8)
+        self.owner = np.full(num_pages, NO_OWNER, dtype=np.int8)
+        self.page_refs = np.zeros(num_pages, dtype=np.int32)
+        self._page_cached = np.zeros(num_pages, dtype=np.int32)
+        self._page_stamp = np.zeros(num_pages, dtype=np.int64)
+        self._page_class = np.zeros(num_pages, dtype=np.uint8)
+        # Pages never used lie above `_fresh`; those given back lie on a stack. Both are free for any group.
+        self._fresh = 0
+        self._returned = np.empty(64, dtype=np.int64)
+        self._num_returned = 0
+        self.active_pages = [0] * len(self.per_page)
+        self.referenced = [0] * len(self.per_page)
+        self._num_active = 0
+        self._tick = 1
+        self._slots = [Stack(self._is_free_slot) for _ in self.per_page]
+        self._blocks = [[Ring(self._is_evictable_of(c)) for c in range(NUM_CLASSES)] for _ in self.per_page]
+        self._pages = [Ring(self._is_inactive_of(c)) for c in range(NUM_CLASSES)]
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that belong to no group."""
+        return self.num_pages - self._fresh + self._num_returned
+
+    @property
+    def reclaimable_pages(self) -> int:
+        """Pages that any group can have: the free ones and the inactive ones."""
+        return self.num_pages - self._num_active
+
+    def spare_blocks(self, group: int) -> int:
+        """Blocks that a group can have without another page: everything unreferenced in its active pages."""
+        return self.active_pages[group] * self.per_page[group] - self.referenced[group]
+
+    def pages_short(self, needs: Sequence[int]) -> int:
+        """Pages missing to take `needs[group]` blocks of every group at once; 0 or less when they all fit."""
+        pages = 0
+        for group, need in enumerate(needs):
+            beyond = need - self.spare_blocks(group)
+            if beyond > 0:
+                pages += -(-beyond // self.per_page[group])
+        return pages - self.reclaimable_pages
+
+    def take(self, group: int, count: int) -> Int64Array:
+        """Reference `count` blocks of a group. The caller has checked `pages_short` for everything it takes."""
+        if not count:
+            return np.empty(0, dtype=np.int64)
+        parts = [self._slots[group].pop(count)]
+        missing = count - len(parts[0])
+        while missing:
+            fresh = self._claim_free_pages(group, missing)
+            if not len(fresh):
+                fresh = self._evict(group, missing)
+            parts.append(fresh[:missing])
+            self._push_free(fresh[missing:])
+            missing -= len(parts[-1])
+        ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        self.refs[ids] = 1
+        np.add.at(self.page_refs, ids // self.stride, 1)
+        self.referenced[group] += count
+        return ids
+
+    def acquire(self, ids: Int64Array) -> None:
+        """Add a reference to each cached block (a hit). Ids are unique within the call."""
+        idle = ids[self.refs[ids] == 0]
+        self.refs[ids] += 1
+        if not len(idle):
+            return
+        pages = idle // self.stride
+        for group, count in self._by_group(pages):
+            self.referenced[group] += count
+        woken = np.unique(pages[self.page_refs[pages] == 0])
+        np.add.at(self.page_refs, pages, 1)
+        if len(woken):
+            self._activate(woken)
+
+    def release(self, ids: Int64Array, classes: int | npt.NDArray[np.uint8]) -> None:
+        """Drop one reference of each block, first the one to be evicted first. Ids are unique within the call.
+
+        Cached blocks without a reference become evictable with the given class; the others are free. Blocks of several
+        groups may be mixed: their order holds across groups.
+        """
+        refs = self.refs[ids] - 1
+        if refs.min(initial=0) < 0:
+            raise KvtideError(f"block {int(ids[refs < 0][0])} has no reference left to release")
+        self.refs[ids] = refs
+        idle = refs == 0
+        if not idle.all():
+            ids = ids[idle]
+            classes = classes if isinstance(classes, int) else classes[idle]
+        if len(ids):
+            self._class[ids] = classes
+            self._let_go(ids)
+
+    def set_cached(self, ids: Int64Array) -> None:
+        """Mark referenced blocks as having a key."""
+        self.cached[ids] = True
+        np.add.at(self._page_cached, ids // self.stride, 1)
+
+    def drop_cached(self, ids: Int64Array) -> None:
+        """Forget the content of cached blocks; unreferenced ones become free. The caller has dropped their keys."""
+        self.cached[ids] = False
+        pages = ids // self.stride
+        np.subtract.at(self._page_cached, pages, 1)
+        idle = ids[self.refs[ids] == 0]
+        active = self.page_refs[idle // self.stride] > 0
+        self._push_free(idle[active])
+        self._return_empty(np.unique(idle[~active] // self.stride))
+
+    def evictable_blocks(self, group: int) -> Int64Array:
+        """Ids of all cached unreferenced blocks of a group; looks at every page."""
+        ids = self._blocks_of(group)
+        evictable: Int64Array = ids[self.cached[ids] & (self.refs[ids] == 0)]
+        return evictable
+
+    def counts(self, group: int) -> PoolCounts:
+        """Blocks of a group by state; looks at every page."""
+        ids = self._blocks_of(group)
+        referenced = int((self.refs[ids] > 0).sum())
+        evictable = int((self.cached[ids] & (self.refs[ids] == 0)).sum())
+        return PoolCounts(len(ids) - referenced - evictable, evictable, referenced)
+
+    # -- state changes ------------------------------------------------------------------------------------------------
+
+    def _let_go(self, ids: Int64Array) -> None:
+        """Blocks whose last reference has gone, in eviction order."""
+        pages = ids // self.stride
+        for group, count in self._by_group(pages):
+            self.referenced[group] -= count
+        np.subtract.at(self.page_refs, pages, 1)
+        cached = self.cached[ids]
+        everything_cached = bool(cached.all())
+        keep = ids if everything_cached else ids[cached]
+        if len(keep):
+            self._push_evictable(keep)
+        resting = pages[self.page_refs[pages] == 0]
+        if len(resting):
+            self._deactivate(_unique_in_order(resting))
+        if not everything_cached:
+            loose = ids[~cached]
+            # LIFO: the last pushed is taken first, so the block to be reused first comes last.
+            self._push_free(loose[self.page_refs[loose // self.stride] > 0][::-1])
+
+    def _deactivate(self, pages: Int64Array) -> None:
+        for group, count in self._by_group(pages):
+            self.active_pages[group] -= count
+        self._num_active -= len(pages)
+        has_content = self._page_cached[pages] > 0
+        full = pages[has_content]
+        if len(full):
+            ids = full[:, None] * self.stride + np.arange(self.stride)
+            page_class = np.where(self.cached[ids], self._class[ids], 0).max(axis=1)
+            self._page_class[full] = page_class
+            stamps = self._next_stamps(len(full))
+            self._page_stamp[full] = stamps
+            for number in np.unique(page_class):
+                chosen = page_class == number
+                self._pages[number].push(full[chosen], stamps[chosen])
+        if len(full) < len(pages):
+            self._return_empty(pages[~has_content])
+
+    def _activate(self, pages: Int64Array) -> None:
+        """Pages that were inactive and have a reference again: their other blocks can be taken one by one."""
+        for group, count in self._by_group(pages):
+            self.active_pages[group] += count
+        self._num_active += len(pages)
+        if self.stride == 1:
+            return
+        slots = np.arange(self.stride)
+        ids = (pages[:, None] * self.stride + slots)[slots < self._capacity[self.owner[pages]][:, None]]
+        ids = ids[self.refs[ids] == 0]
+        self._push_evictable(ids[self.cached[ids]])
+        self._push_free(ids[~self.cached[ids]])
+
+    def _by_group(self, pages: Int64Array) -> list[tuple[int, int]]:
+        """Groups that own the pages, and how many entries of `pages` each has."""
+        counts = np.bincount(self.owner[pages], minlength=len(self.per_page))
+        return [(group, count) for group, count in enumerate(counts.tolist()) if count]
+
+    def _return_empty(self, pages: Int64Array) -> None:
+        """Give inactive pages without any content back to the pool."""
+        pages = pages[(self._page_cached[pages] == 0) & (self.page_refs[pages] == 0)]
+        if not len(pages):
+            return
+        self.owner[pages] = NO_OWNER
+        if self._num_returned + len(pages) > len(self._returned):
+            self._returned = np.concatenate([self._returned, np.empty(len(self._returned) + len(pages), np.int64)])
+        self._returned[self._num_returned : self._num_returned + len(pages)] = pages[::-1]
+        self._num_returned += len(pages)
+
+    def _claim_free_pages(self, group: int, blocks: int) -> Int64Array:
+        """Blocks of free pages, enough for `blocks` if there are as many; the pages now belong to the group."""
+        wanted = -(-blocks // self.per_page[group])
+        reused = min(wanted, self._num_returned)
+        self._num_returned -= reused
+        pages = self._returned[self._num_returned : self._num_returned + reused][::-1]
+        fresh = min(wanted - reused, self.num_pages - self._fresh)
+        if fresh:
+            pages = np.concatenate([pages, np.arange(self._fresh, self._fresh + fresh)])
+            self._fresh += fresh
+        return self._own(group, pages)
+
+    def _own(self, group: int, pages: Int64Array) -> Int64Array:
+        self.owner[pages] = group
+        self.active_pages[group] += len(pages)
+        self._num_active += len(pages)
+        if self.per_page[group] == 1:
+            return pages * self.stride
+        return (pages[:, None] * self.stride + np.arange(self.per_page[group])).ravel()
+
+    def _evict(self, group: int, blocks: int) -> Int64Array:
+        """Blocks for a group out of cached content: the lowest class first, in it the least recently used."""
+        for number in range(NUM_CLASSES):
+            ring, pages = self._blocks[group][number], self._pages[number]
+            block_stamp, page_stamp = ring.head_stamp(), pages.head_stamp()
+            if block_stamp < page_stamp:
+                ids = ring.pop(blocks, before=page_stamp)
+                self._forget(ids)
+                return ids
+            if page_stamp < NO_STAMP:
+                chosen = pages.pop(-(-blocks // self.per_page[group]), before=block_stamp)
+                ids = (chosen[:, None] * self.stride + np.arange(self.stride)).ravel()
+                self._forget(ids[self.cached[ids]])
+                return self._own(group, chosen)
+        raise KvtideError(f"no block of group {group} can be taken; pages_short was not checked")
+
+    def _forget(self, ids: Int64Array) -> None:
+        self._on_evict(ids)
+        self.cached[ids] = False
+        np.subtract.at(self._page_cached, ids // self.stride, 1)
+
+    # -- queues -------------------------------------------------------------------------------------------------------
+
+    def _push_free(self, ids: Int64Array) -> None:
+        if not len(ids):
+            return
+        stamps = self._next_stamps(len(ids))
+        self._stamp[ids] = stamps
+        groups = self.owner[ids // self.stride]
+        for group in np.unique(groups):
+            chosen = groups == group
+            self._slots[group].push(ids[chosen], stamps[chosen])
+
+    def _push_evictable(self, ids: Int64Array) -> None:
+        if self.stride == 1 or not len(ids):
+            return  # a block that is its own page waits in the queue of inactive pages
+        stamps = self._next_stamps(len(ids))
+        self._stamp[ids] = stamps
+        queues = self.owner[ids // self.stride].astype(np.int64) * NUM_CLASSES + self._class[ids]
+        for queue in np.unique(queues):
+            chosen = queues == queue
+            self._blocks[queue // NUM_CLASSES][queue % NUM_CLASSES].push(ids[chosen], stamps[chosen])
+
+    def _next_stamps(self, count: int) -> Int64Array:
+        self._tick += count
+        return np.arange(self._tick - count, self._tick)
+
+    def _is_free_slot(self, ids: Int64Array, stamps: Int64Array) -> npt.NDArray[np.bool_]:
+        valid: npt.NDArray[np.bool_] = (
+            (self._stamp[ids] == stamps)
+            & (self.refs[ids] == 0)
+            & ~self.cached[ids]
+            & (self.page_refs[ids // self.stride] > 0)
+        )
+        return valid
+
+    def _is_evictable_of(self, number: int) -> Callable[[Int64Array, Int64Array], npt.NDArray[np.bool_]]:
+        def is_valid(ids: Int64Array, stamps: Int64Array) -> npt.NDArray[np.bool_]:
+            valid: npt.NDArray[np.bool_] = (
+                (self._stamp[ids] == stamps)
+                & (self.refs[ids] == 0)
+                & self.cached[ids]
+                & (self._class[ids] == number)
+                & (self.page_refs[ids // self.stride] > 0)
+            )
+            return valid
+
+        return is_valid
+
+    def _is_inactive_of(self, number: int) -> Callable[[Int64Array, Int64Array], npt.NDArray[np.bool_]]:
+        def is_valid(pages: Int64Array, stamps: Int64Array) -> npt.NDArray[np.bool_]:
+            valid: npt.NDArray[np.bool_] = (
+                (self._page_stamp[pages] == stamps)
+                & (self.page_refs[pages] == 0)
+                & (self._page_cached[pages] > 0)
+                & (self._page_class[pages] == number)
+            )
+            return valid
+
+        return is_valid
+
+    def _blocks_of(self, group: int) -> Int64Array:
+        pages = np.flatnonzero(self.owner[: self._fresh] == group)
+        return (pages[:, None] * self.stride + np.arange(self.per_page[group])).ravel()
+
+    # -- invariants ---------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Recompute every count from the arrays; `AssertionError` on the first difference. For tests and debugging."""
+        refs = self.refs.reshape(self.num_pages, self.stride)
+        cached = self.cached.reshape(self.num_pages, self.stride)
+        assert (refs >= 0).all(), "a reference count is negative"
+        assert ((refs > 0).sum(axis=1) == self.page_refs).all(), "referenced blocks per page"
+        assert (cached.sum(axis=1) == self._page_cached).all(), "cached blocks per page"
+        unowned = self.owner == NO_OWNER
+        assert not (refs[unowned].any() or cached[unowned].any()), "a block of a free page is in use"
+        assert int(unowned.sum()) == self.free_pages, "free pages"
+        returned = self._returned[: self._num_returned]
+        assert len(np.unique(returned)) == len(returned), "a page was returned twice"
+        assert unowned[returned].all(), "a returned page has an owner"
+        for group, per_page in enumerate(self.per_page):
+            pages = self.owner == group
+            assert not refs[pages, per_page:].any(), "a slot beyond the page's blocks is in use"
+            assert not cached[pages, per_page:].any(), "a slot beyond the page's blocks is cached"
+            assert int((self.page_refs[pages] > 0).sum()) == self.active_pages[group], "active pages"
+            assert int((refs[pages] > 0).sum()) == self.referenced[group], "referenced blocks"
+            assert ((self._page_cached[pages] > 0) | (self.page_refs[pages] > 0)).all(), "an empty page is not free"
+            self._check_queues(group)
+        assert sum(self.active_pages) == self._num_active, "active pages in all"
+
+    def _check_queues(self, group: int) -> None:
+        """Every unreferenced block of an active page, and every inactive page, can be found in its queue."""
+        ids = self._blocks_of(group)
+        idle = ids[(self.refs[ids] == 0) & (self.page_refs[ids // self.stride] > 0)]
+        free, evictable = idle[~self.cached[idle]], idle[self.cached[idle]]
+        assert set(free) == set(self._slots[group].valid()), "free blocks and their stack differ"
+        queued: set[np.int64] = set()
+        for ring in self._blocks[group]:
+            queued |= set(ring.valid())
+        assert set(evictable) == queued, "evictable blocks and their rings differ"
+        pages = np.flatnonzero((self.owner == group) & (self.page_refs == 0))
+        waiting = {page for ring in self._pages for page in ring.valid()}
+        assert set(pages) <= waiting, "an inactive page is in no ring"
+
+
+def _unique_in_order(values: Int64Array) -> Int64Array:
+    """Distinct values in the order of their last occurrence: a page rests when its last block is let go."""
+    if len(values) == 1:
+        return values
+    distinct, reversed_first = np.unique(values[::-1], return_index=True)
+    return distinct[np.argsort(-reversed_first, kind="stable")]

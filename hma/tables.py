@@ -1,0 +1,129 @@
+"""Block tables of one group: int32 unit indices, as kernels read them.
+
+    logical block   0 .. sinks-1 | sinks .. first-1 | first ............ end-1
+    column          0 .. sinks-1 |   (not held)     | sinks ............ sinks + end-1-first
+
+A group that forgets tokens has a *compact* row: it starts at the first block still held, so it is as wide as the
+window, not as the context. Column 0 onward holds the sink blocks, if the kind has any. Entries are -1 where a block was
+never taken because its tokens were dead on arrival. One row per sequence, one plane per table.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from kvtide.kvcache.geometry import BlockFormat
+from kvtide.kvcache.specs import Int64Array
+
+NO_BLOCK = -1
+
+
+class GroupTable:
+    """`entries[table, row, column]`, int32; `first[row]` and `end[row]` are logical block numbers."""
+
+    def __init__(
+        self,
+        fmt: BlockFormat,
+        max_requests: int,
+        width: int,
+        *,
+        sink_blocks: int,
+        stride: int,
+        page_units: int,
+        unit: int,
+        pin_memory: bool,
+    ) -> None:
+        self.fmt = fmt
+        self.sink_blocks = sink_blocks
+        self.width = width
+        self._stride = stride
+        self._page_units = page_units
+        self._block_units = fmt.block_bytes // unit
+        shape = (fmt.tables, max_requests, width)
+        if pin_memory:
+            import torch
+
+            self.entries: npt.NDArray[np.int32] = torch.empty(shape, dtype=torch.int32, pin_memory=True).numpy()
+        else:
+            self.entries = np.empty(shape, dtype=np.int32)
+        self.first = np.full(max_requests, sink_blocks, dtype=np.int64)
+        self.end = np.zeros(max_requests, dtype=np.int64)
+
+    def to_entries(self, ids: Int64Array) -> npt.NDArray[np.int32]:
+        """Unit indices of block ids."""
+        units: Int64Array = ids * self._page_units
+        if self._stride > 1:
+            pages, slots = np.divmod(ids, self._stride)
+            units = pages * self._page_units + slots * self._block_units
+        return units.astype(np.int32)
+
+    def to_ids(self, entries: npt.NDArray[np.int32]) -> Int64Array:
+        """Block ids of unit indices."""
+        pages, units = np.divmod(entries.astype(np.int64), self._page_units)
+        ids: Int64Array = pages * self._stride + units // self._block_units
+        return ids
+
+    def columns(self, rows: Int64Array, logical: Int64Array) -> Int64Array:
+        """Columns of logical blocks that the rows hold."""
+        return np.where(logical < self.sink_blocks, logical, logical - self.first[rows] + self.sink_blocks)
+
+    def append(self, rows: Int64Array, counts: Int64Array, ids: Int64Array, gaps: Int64Array | None = None) -> None:
+        """Add `counts[i]` blocks at the end of each row, after `gaps[i]` blocks that are never taken.
+
+        `ids` is `[tables, counts.sum()]`, row by row.
+        """
+        if gaps is not None:
+            holes = np.repeat(rows, gaps)
+            logical = np.repeat(self.end[rows], gaps) + ranges(gaps)
+            self.entries[:, holes, self.columns(holes, logical)] = NO_BLOCK
+            self.end[rows] += gaps
+        owners = np.repeat(rows, counts)
+        logical = np.repeat(self.end[rows], counts) + ranges(counts)
+        self.entries[:, owners, self.columns(owners, logical)] = self.to_entries(ids)
+        self.end[rows] += counts
+
+    def place(self, row: int, first: int, end: int, ids: Int64Array) -> None:
+        """Fill an empty row: sink blocks, then logical blocks `first` to `end`; ids `[tables, n]` in that order."""
+        self.first[row] = max(first, self.sink_blocks)
+        self.end[row] = end
+        self.entries[:, row, : ids.shape[1]] = self.to_entries(ids)
+
+    def slide(self, rows: Int64Array, new_first: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Let go of the blocks before `new_first[i]` of each row (ascending it).
+
+        Returns row, logical number and ids `[tables, n]` of the blocks let go; blocks never taken are not among them.
+        """
+        steps = new_first - self.first[rows]
+        owners = np.repeat(rows, steps)
+        offsets = ranges(steps)
+        logical = np.repeat(self.first[rows], steps) + offsets
+        left = self.sink_blocks
+        gone = self.entries[:, owners, left + offsets]
+        held = self.end[rows] - new_first
+        for step in np.unique(steps):
+            some = rows[steps == step]
+            last = int(held[steps == step].max())
+            self.entries[:, some, left : left + last] = self.entries[:, some, left + step : left + step + last]
+        self.first[rows] = new_first
+        taken = gone[0] != NO_BLOCK
+        return owners[taken], logical[taken], self.to_ids(gone[:, taken])
+
+    def clear(self, row: int) -> tuple[Int64Array, Int64Array]:
+        """Empty a row. Returns logical numbers, last first, and ids `[tables, n]` of the blocks it held."""
+        logical, entries = self.held(row)
+        self.first[row], self.end[row] = self.sink_blocks, 0
+        taken = entries[0] != NO_BLOCK
+        return logical[taken][::-1], self.to_ids(entries[:, taken])[:, ::-1]
+
+    def held(self, row: int) -> tuple[Int64Array, npt.NDArray[np.int32]]:
+        """Logical numbers and entries `[tables, n]` of a row, in order; -1 entries included."""
+        end, first, sinks = int(self.end[row]), int(self.first[row]), self.sink_blocks
+        logical = np.concatenate([np.arange(min(end, sinks)), np.arange(first, max(end, first))])
+        return logical, self.entries[:, row, : len(logical)]
+
+
+def ranges(counts: Int64Array) -> Int64Array:
+    """`0 .. counts[0]-1, 0 .. counts[1]-1, ...` in one array."""
+    total = int(counts.sum())
+    starts = np.cumsum(counts) - counts
+    return np.arange(total) - np.repeat(starts, counts)
