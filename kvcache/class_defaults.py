@@ -33,7 +33,7 @@ _GEMMA3N = _row(8, 2, 256, 32768, sliding_window=512, hidden_size=2048, num_kv_s
 _GEMMA4 = _row(8, 4, 256, 131072, sliding_window=512, hidden_size=2304, global_head_dim=512)
 _LLAMA4 = _row(40, 8, 128, 131072, attention_chunk_size=8192, no_rope_layer_interval=4)
 _MLLAMA = _row(32, 8, None, 131072, hidden_size=4096)
-_QWEN2_VL = _row(64, 8, None, 32768, hidden_size=8192, max_window_layers=80)
+_QWEN2_VL = _row(64, 8, None, 32768, hidden_size=8192, sliding_window=4096, max_window_layers=80)
 _QWEN3_VL = _row(32, 32, 128, 128000)
 _QWEN3_VL_MOE = _row(16, 16, None, 128000, hidden_size=2048)
 _GDN = {
@@ -75,13 +75,13 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, int | None]] = {
         40, 4, None, 4096, hidden_size=2560, sliding_window=2047, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2
     ),
     "qwen2": _row(32, 32, None, 32768, hidden_size=4096, sliding_window=4096, max_window_layers=28),
-    "qwen2_moe": _row(16, 16, None, 32768, hidden_size=2048),
+    "qwen2_moe": _row(16, 16, None, 32768, hidden_size=2048, sliding_window=4096),
     "qwen2_vl": _QWEN2_VL,
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen3": _row(32, 32, 128, 32768, sliding_window=4096, max_window_layers=28),
-    "qwen3_moe": _row(32, 4, None, 32768, hidden_size=2048),
+    "qwen3_moe": _row(32, 4, None, 32768, hidden_size=2048, sliding_window=4096),
     "qwen3_vl": _QWEN3_VL,
     "qwen3_vl_text": _QWEN3_VL,
     "qwen3_vl_moe": _QWEN3_VL_MOE,
