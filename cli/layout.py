@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+from rich.table import Table
+
 from kvtide.kvcache.geometry import PageGeometry
 from kvtide.kvcache.layout import ModelLayout
-from rich.table import Table
 
 from .options import (
     block_options,

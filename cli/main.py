@@ -10,6 +10,7 @@ import sys
 from importlib import import_module, metadata
 
 import click
+
 from kvtide.kvcache.errors import KvtideError
 
 COMMANDS = {

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import click
-from kvtide.kvcache import ModelLayout, preset_names
 from rich.table import Table
+
+from kvtide.kvcache import ModelLayout, preset_names
 
 from .options import console, human_bytes, json_option, print_json
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from rich.console import Console
+
 from kvtide.kvcache.errors import ConfigError
 from kvtide.kvcache.geometry import PageGeometry
 from kvtide.kvcache.layout import ModelLayout
 from kvtide.kvcache.policies import POLICIES, plan_geometry
 from kvtide.kvcache.sizes import parse_bytes
 from kvtide.kvcache.solver import solve_geometry
-from rich.console import Console
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

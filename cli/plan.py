@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import click
+from rich.table import Table
+
 from kvtide.kvcache.geometry import PageGeometry
 from kvtide.kvcache.layout import ModelLayout
 from kvtide.sims.capacity import Capacity, VllmCapacity, plan_capacity, vllm_capacity
-from rich.table import Table
 
 from .options import (
     block_options,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
-from kvtide.kvcache.errors import ConfigError
-from kvtide.kvcache.layout import ModelLayout
-from kvtide.sims.traces import Request, Trace, open_trace
-from kvtide.sims.waste import Waste, WasteReport, measure_waste
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from kvtide.kvcache.errors import ConfigError
+from kvtide.kvcache.layout import ModelLayout
+from kvtide.sims.traces import DEFAULT_TOKENS_PER_IMAGE, FORMATS, Request, Trace, open_trace
+from kvtide.sims.waste import Waste, WasteReport, measure_waste
 
 from .options import (
     block_options,
@@ -37,7 +38,14 @@ from .options import (
 @policy_option
 @block_options
 @click.option(
-    "--trace-columns", metavar="NAME=COLUMN,...", help="Columns of a generic CSV: input, output, arrival, images."
+    "--trace-format", type=click.Choice(list(FORMATS)), help="Format of the trace, instead of finding it out."
+)
+@click.option("--trace-columns", metavar="NAME=COLUMN,...", help="Columns of a generic CSV or JSONL file.")
+@click.option(
+    "--tokens-per-image",
+    default=DEFAULT_TOKENS_PER_IMAGE,
+    show_default=True,
+    help="Tokens of one image, for traces that only count images.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed for traces that are distributions.")
 @click.option("--num-requests", type=int, help="Stop after this many requests.")
@@ -54,7 +62,9 @@ def command(
     policies: tuple[str, ...],
     block_size: int,
     min_block_size: int,
+    trace_format: str | None,
     trace_columns: str | None,
+    tokens_per_image: int,
     seed: int,
     num_requests: int | None,
     as_json: bool,
@@ -74,23 +84,32 @@ def command(
     plans = geometries(layout, policies, block_size, min_block_size)
     for name, value in (("--num-requests", num_requests), ("--tokens", tokens)):
         require_positive(name, value)
+    notes: Sequence[str] = ()
     if trace is None:
-        if trace_columns or num_requests:
-            raise ConfigError("--trace-columns and --num-requests describe a trace; give --trace")
-        workload = {"tokens": _single_tokens(tokens, text_tokens, image_tokens)}
+        if trace_columns or trace_format or num_requests:
+            raise ConfigError("--trace-format, --trace-columns and --num-requests describe a trace; give --trace")
+        workload: dict[str, Any] = {"tokens": _single_tokens(tokens, text_tokens, image_tokens)}
         report = measure_waste(plans, [_single(tokens, text_tokens, image_tokens)])
     else:
         if (tokens, text_tokens, image_tokens) != (None, None, None):
             raise ConfigError(
                 "--trace and --tokens, --text-tokens or --image-tokens exclude each other; give one of them"
             )
-        stream = open_trace(trace, columns=_columns(trace_columns), seed=seed, num_requests=num_requests)
+        stream = open_trace(
+            trace,
+            format=trace_format,
+            columns=_columns(trace_columns),
+            tokens_per_image=tokens_per_image,
+            seed=seed,
+            num_requests=num_requests,
+        )
+        notes = stream.notes
         workload = {"trace": stream.name}
         report = measure_waste(plans, _with_progress(stream))
     if as_json:
-        print_json(_as_json(layout, workload, report))
+        print_json({**_as_json(layout, workload, report), "notes": [*layout.notes, *notes]})
     else:
-        _print(layout, str(workload.get("trace", "one request")), report)
+        _print(layout, str(workload.get("trace", "one request")), report, notes)
 
 
 def _single(tokens: int | None, text: int | None, image: int | None) -> Request:
@@ -165,7 +184,7 @@ def _policy_json(waste: Waste) -> dict[str, Any]:
     }
 
 
-def _print(layout: ModelLayout, workload: str, report: WasteReport) -> None:
+def _print(layout: ModelLayout, workload: str, report: WasteReport, notes: Sequence[str]) -> None:
     out = console()
     causes = [cause for cause in report.policies[0].by_cause if cause != "needed"]
     table = Table(
@@ -191,7 +210,7 @@ def _print(layout: ModelLayout, workload: str, report: WasteReport) -> None:
     for waste in report.policies:
         kinds.add_row(waste.policy, *(f"{part.waste_fraction:.2%}" for part in waste.by_kind.values()))
     out.print(kinds)
-    for note in layout.notes:
+    for note in (*layout.notes, *notes):
         out.print(f"note: {note}", style="dim", highlight=False)
 
 

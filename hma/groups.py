@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
 from kvtide.kvcache.geometry import BlockFormat, ceil_div
 from kvtide.kvcache.specs import Int64Array, Kind
 

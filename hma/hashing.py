@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
 from kvtide.kvcache.errors import ConfigError
 
 KEY_BYTES = 16

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
 from kvtide.kvcache.specs import Int64Array
 
 from .groups import ManagedGroup

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
 from kvtide.kvcache import ConfigError, Exhausted, KvtideError, ModelLayout
 from kvtide.kvcache.geometry import PageGeometry
 from kvtide.kvcache.sizes import parse_bytes

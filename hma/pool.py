@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
 from kvtide.kvcache.errors import KvtideError
 from kvtide.kvcache.geometry import PageGeometry
 from kvtide.kvcache.specs import Int64Array

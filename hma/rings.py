@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+
 from kvtide.kvcache.specs import Int64Array
 
 IsValid = Callable[[Int64Array, Int64Array], npt.NDArray[np.bool_]]

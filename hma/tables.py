@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+
 from kvtide.kvcache.geometry import BlockFormat
 from kvtide.kvcache.specs import Int64Array
 

@@ -1,6 +1,6 @@
 """`ModelLayout`: the layers of one model as a KV cache sees them, and the groups that equal specs form.
 
-A layout is frozen. It is read from a config (`from_hf`, `from_mistral_params`, `from_yaml`, `preset`) and then narrowed:
+A layout is frozen. It is read from a config (`from_hf`, `from_mistral_params`, `from_yaml`, `preset`), then narrowed:
 `with_dtype`, `with_draft`, `stage` (pipeline), `shard` (tensor parallelism) each return a new one. Every field that
 decided something is listed in `sources` with the place it came from; everything a reader should know is in `notes`.
 """
@@ -173,10 +173,10 @@ class ModelLayout:
 
     def shard(self, tp_size: int) -> ModelLayout:
         """The layout of one of `tp_size` tensor-parallel ranks."""
-        if tp_size < 1 or self.tp_size != 1:
-            raise ConfigError(
-                f"tp_size {tp_size} for {self.name} (sharded {self.tp_size} ways); must be ≥ 1, given once"
-            )
+        if tp_size < 1:
+            raise ConfigError(f"tp_size {tp_size} must be at least 1")
+        if self.tp_size != 1:
+            raise ConfigError(f"{self.name} is sharded {self.tp_size} ways already; it cannot be sharded again")
         return replace(self._map_specs(lambda spec: spec.shard(tp_size)), tp_size=tp_size)
 
     def _map_specs(self, change: Callable[[LayerSpec], LayerSpec]) -> ModelLayout:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
+
 from kvtide.kvcache.geometry import Charge, PageGeometry
 from kvtide.kvcache.specs import Int64Array
 

@@ -166,11 +166,11 @@ class TestShard:
 
     @pytest.mark.parametrize("tp_size", [0, -2])
     def test_bad_sizes(self, tp_size: int) -> None:
-        with pytest.raises(ConfigError, match=f"tp_size {tp_size} for gemma-3-27b"):
+        with pytest.raises(ConfigError, match=f"tp_size {tp_size} must be at least 1"):
             gemma_3_27b().shard(tp_size)
 
     def test_twice(self) -> None:
-        with pytest.raises(ConfigError, match=r"tp_size 2 for gemma-3-27b \(sharded 4 ways\)"):
+        with pytest.raises(ConfigError, match="gemma-3-27b is sharded 4 ways already"):
             gemma_3_27b().shard(4).shard(2)
 
     def test_heads_that_do_not_divide(self) -> None:
