@@ -78,7 +78,8 @@ def qwen(model: Model) -> Plan:
         types = read_layer_types(model, FULL, SLIDING)
         if types is not None and SLIDING in types.own:
             fields.note("use_sliding_window is false, so the sliding_attention layers keep every token")
-        return plan(all_of(model.num_layers, FULL), {FULL: attention(model)})
+        trailing = (FULL,) * len(types.trailing) if types is not None else ()
+        return plan(LayerTypes((FULL,) * model.num_layers, trailing), {FULL: attention(model)})
 
     def types_for(window: int | None) -> LayerTypes:
         if window is None:
@@ -233,12 +234,13 @@ def mla(model: Model) -> Plan:
     `index_head_dim` adds the sparse-attention indexer; GLM-5.2 layers whose `indexer_types` say shared have none.
     """
     fields = model.fields
-    read_layer_types(model, FULL)
+    types = read_layer_types(model, FULL)
     indexer = fields.optional_integer("index_head_dim") or 0
     spec = MLA(
         fields.integer("kv_lora_rank"), fields.integer("qk_rope_head_dim"), model.cache_dtype, index_head_dim=indexer
     )
-    return Plan(tuple(Layer(i, own) for i, own in enumerate(_with_indexers(model, spec))), spec)
+    layers = tuple(Layer(index, own) for index, own in enumerate(_with_indexers(model, spec)))
+    return Plan(layers, spec, (spec,) * len(types.trailing) if types is not None else ())
 
 
 def _with_indexers(model: Model, spec: MLA) -> tuple[MLA, ...]:
@@ -279,7 +281,7 @@ def mimo_v2_flash(model: Model) -> Plan:
         codes = fields.integers("hybrid_layer_pattern", 0, 1)
         if codes is None:
             own = every_nth_full(model.num_layers, 6).own
-            fields.record("hybrid_layer_pattern", "0, then every 6th layer full", "class default of mimo_v2_flash")
+            fields.record("hybrid_layer_pattern", "layer 0 and one in 6 full", "class default of mimo_v2_flash")
             return LayerTypes((FULL, *own[1:]))
         require_length(model, "hybrid_layer_pattern", len(codes))
         return LayerTypes(tuple(SLIDING if code else FULL for code in codes))
@@ -309,7 +311,7 @@ def _periodic(model: Model, period: int, *keys: str) -> LayerTypes:
     fields = model.fields
     given = fields.optional_integer(*keys) if keys else None
     if given is None:
-        fields.record("layer_types", f"every {period}th layer full", f"class default of {fields.class_name}")
+        fields.record("layer_types", f"one full layer in {period}", f"class default of {fields.class_name}")
     return every_nth_full(model.num_layers, given or period)
 
 

@@ -10,8 +10,8 @@
     draft: full                     # optional: the model's multi-token-prediction layers
 
 A spec's keys are those of its kind in `specs` (`head_dim_v` defaults to `head_dim`); `layer_pattern` says what patterns
-mean. The bundled presets use the same schema. An unknown key or a wrong value is a `ConfigError` that names the key, the
-value and what is allowed.
+mean. The bundled presets use the same schema. An unknown key or a wrong value is a `ConfigError` that names the key,
+the value and what is allowed.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvtide.kvcache import MLA, ChunkedLocal, ConfigError, FullAttention, ModelLayout, SlidingWindow, Source
 
 LLAMA = {
@@ -221,6 +222,7 @@ def test_params_json_bad_values_name_its_own_keys() -> None:
         ({"torch_dtype": "complex64"}, "torch_dtype is 'complex64'; it must be one of bfloat16, float16, float32"),
         ({"layer_types": "full_attention"}, "layer_types is 'full_attention'; it must be a list of names"),
         ({"layer_types": ["full_attention", 3]}, "layer_types[1] is 3"),
+        ({"layer_types": ["full_attention"] * 20_001}, "it must be a list of at most 20000 entries"),
         ({"num_nextn_predict_layers": 65}, "num_nextn_predict_layers is 65; it must be a whole number from 0 to 64"),
         ({"quantization_config": "fp8"}, "quantization_config is 'fp8'; it must be an object"),
     ],
@@ -260,6 +262,8 @@ def test_unknown_model_with_layer_types() -> None:
     chunks = {**UNKNOWN, "layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 256}
     assert ModelLayout.from_hf(chunks).layers[0].spec == ChunkedLocal(2, 64, 64, chunk=256)
     refused({**chunks, "layer_types": ["chunked_attention", "sliding_attention"]}, "mixes")
+    inert = ModelLayout.from_hf({**chunks, "layer_types": types, "sliding_window": 128})
+    assert inert.layers == layout.layers
 
 
 def test_unknown_model_with_a_scalar_window_is_full_and_says_so() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from kvtide.kvcache import (
     MLA,
     ChunkedLocal,
@@ -132,6 +133,30 @@ def test_qwen_window_starts_at_max_window_layers() -> None:
 def test_qwen_moe_with_a_window_but_no_layer_types_is_refused() -> None:
     with pytest.raises(ConfigError, match="layer_types is missing"):
         read("qwen2_moe", 4, **HEADS, use_sliding_window=True)
+
+
+def test_qwen3_moe_window_holds_for_every_layer() -> None:
+    layout = read("qwen3_moe", 3, **HEADS, sliding_window=512, use_sliding_window=True, max_window_layers=2)
+    assert specs(layout) == [sliding(8, 128, 512)] * 3
+
+
+def test_qwen_window_switched_on_but_null_is_full() -> None:
+    layout = read("qwen2", 2, **HEADS, sliding_window=None, use_sliding_window=True)
+    assert specs(layout) == [full(8, 128)] * 2
+
+
+def test_qwen_sliding_layer_types_without_use_sliding_window_keep_every_token() -> None:
+    layout = read("qwen3", 2, **HEADS, layer_types=[FULL, SLIDING])
+    assert specs(layout) == [full(8, 128)] * 2
+    assert "keep every token" in layout.notes[0]
+    assert origin(layout, "use_sliding_window") == "class default of qwen3"
+
+
+def test_null_window_with_sliding_layers_keeps_every_token_and_says_so() -> None:
+    for model_type in ("gemma2", "cohere2"):
+        layout = read(model_type, 4, **HEADS, sliding_window=None)
+        assert specs(layout) == [full(8, 128)] * 4
+        assert layout.notes == ("sliding_window is null, so the sliding_attention layers keep every token",)
 
 
 def test_ministral_hf_config_slides_everywhere_and_says_that_params_json_differs() -> None:
@@ -296,6 +321,12 @@ def test_mimo_as_transformers_saves_it() -> None:
     assert specs(read("mimo_v2_flash", 3, **saved))[1] == sliding(8, 192, 129, dim_v=128)
 
 
+def test_mimo_without_a_pattern_follows_its_class() -> None:
+    fields = mimo(hybrid_layer_pattern=None)
+    layout = read("mimo_v2_flash", 48, **fields)
+    assert layout.layers == ModelLayout.preset("mimo-v2-flash").layers
+
+
 def test_mimo_pattern_of_the_wrong_length_is_refused() -> None:
     with pytest.raises(ConfigError, match="hybrid_layer_pattern has 3 entries"):
         read("mimo_v2_flash", 4, **mimo())
@@ -390,6 +421,23 @@ def test_phi4_flash_cross_layers_read_layer_17_and_memory_units_read_nothing() -
     assert kinds["full_attention"] == (17,)
 
 
+def test_phi4_flash_window_as_a_list_and_what_is_refused() -> None:
+    scalar = read("phi4flash", 8, sliding_window=64)
+    assert read("phi4flash", 8, sliding_window=[None, 64, None, 64, None, None, None, None]).layers == scalar.layers
+    with pytest.raises(ConfigError, match="one window for all sliding layers"):
+        read("phi4flash", 8, sliding_window=[32, 64])
+    with pytest.raises(ConfigError, match="num_hidden_layers is 6; it must be a multiple of 4"):
+        read("phi4flash", 6)
+    with pytest.raises(ConfigError, match="mb_per_layer is 3"):
+        read("phi4flash", 8, mb_per_layer=3)
+
+
+def test_phi4_flash_draft_layers_are_left_out_and_noted() -> None:
+    layout = read("phi4flash", 8, num_nextn_predict_layers=2)
+    assert layout.draft_specs == ()
+    assert "2 draft layers of a kind that is not known" in layout.notes[-1]
+
+
 def test_phi3_small_block_sparse_layers_store_every_token() -> None:
     layout = read("phi3small", 2, num_attention_heads=32, num_key_value_heads=8, hidden_size=4096, blocksparse_vert=8)
     assert specs(layout) == [full(8, 128)] * 2
@@ -427,6 +475,8 @@ def test_deepseek_v32_indexer_adds_132_bytes() -> None:
 def test_shared_indexers_of_glm_store_no_index_keys() -> None:
     layout = read("glm_moe_dsa", 3, indexer_types=["full", "shared", "full"])
     assert specs(layout) == [MLA(512, 64, index_head_dim=128), MLA(512, 64), MLA(512, 64, index_head_dim=128)]
+    with pytest.raises(ConfigError, match=r"indexer_types\[1\] is 'half'; it must be full or shared"):
+        read("glm_moe_dsa", 2, indexer_types=["full", "half"])
     with pytest.raises(ConfigError, match="index_topk_freq needs indexer_types"):
         read("glm_moe_dsa", 3, index_topk_freq=4)
 
@@ -477,6 +527,22 @@ def test_trailing_layer_types_fewer_than_declared_are_refused() -> None:
         step(num_nextn_predict_layers=4)
 
 
+def test_drafts_of_sliding_models_whose_kind_is_not_said_are_full_and_noted() -> None:
+    layout = step(layer_types=[FULL, SLIDING, SLIDING] * 15)
+    assert layout.draft_specs == (full(8, 128),) * 3
+    assert "does not say whether its draft layers slide" in layout.notes[0]
+
+
+def test_step_without_layer_types_or_other_setting_is_full() -> None:
+    layout = step(layer_types=None, attention_other_setting=None, num_nextn_predict_layers=0)
+    assert specs(layout) == [full(8, 128)] * 45
+
+
+@pytest.mark.parametrize(("model_type", "spec"), [("qwen3", full(8, 128)), ("deepseek_v3", MLA(512, 64))])
+def test_trailing_layer_types_of_uniform_models_are_drafts(model_type: str, spec: Any) -> None:
+    assert read(model_type, 2, **HEADS, layer_types=[FULL] * 3).draft_specs == (spec,)
+
+
 def test_layer_types_shorter_than_the_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match="layer_types has 1 entries"):
         read("qwen3", 2, **HEADS, layer_types=[FULL])
@@ -517,6 +583,7 @@ def test_minimax_m2_modules_times_layers_are_drafts_unless_switched_off() -> Non
         ({"quant_method": "mxfp4"}, "bfloat16"),
         ({"kv_cache_quant_algo": "FP8"}, "float8_e4m3"),
         ({"kv_cache_quant_algo": None}, "bfloat16"),
+        ({"kv_cache_quant_algo": "auto"}, "bfloat16"),
         ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "float8_e4m3"),
         ({"kv_cache_scheme": {"num_bits": 8, "type": "int"}}, "int8"),
         ({"kv_cache_scheme": "FP8"}, "float8_e4m3"),
@@ -566,6 +633,21 @@ def test_gdn_state_without_mamba_ssm_dtype_is_the_model_dtype() -> None:
     assert layout.layers == ModelLayout.preset("qwen3-next-80b").layers
 
 
+def test_gdn_layers_from_interval_and_from_layer_types_agree() -> None:
+    linear = "linear_attention"
+    listed = read("qwen3_next", 4, layer_types=[linear, linear, linear, FULL])
+    assert listed.layers == read("qwen3_next", 4).layers == read("qwen3_next", 4, full_attention_interval=4).layers
+    assert [spec.state_bytes > 0 for spec in specs(read("qwen3_next", 4, full_attention_interval=2))] == [
+        True,
+        False,
+    ] * 2
+
+
+def test_jamba_layers_from_layer_types() -> None:
+    layout = read("jamba", 3, layer_types=["mamba", "attention", "mamba"])
+    assert [spec.state_bytes > 0 for spec in specs(layout)] == [True, False, True]
+
+
 def test_gdn_state_with_float32() -> None:
     layout = read("qwen3_5_text", 4, mamba_ssm_dtype="float32")
     assert specs(layout)[0].state_bytes == 2146304
@@ -592,6 +674,8 @@ def test_minimax_text_01_list_is_one_for_full_and_the_class_default_is_not_its_l
     assert specs(layout)[0].state_bytes == 4194304
     with pytest.raises(ConfigError, match="attn_type_list is missing"):
         read("minimax_text_01", 80, **fields)
+    typed = read("minimax_text_01", 2, **fields, layer_types=[FULL, "linear_attention"])
+    assert [spec.state_bytes > 0 for spec in specs(typed)] == [False, True]
     alternating = read("minimax", 4, **fields)
     assert [spec.state_bytes > 0 for spec in specs(alternating)] == [False, True, False, True]
 

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from kvtide.kvcache import ModelLayout
 
 SHARED = Path(os.environ.get("KVTIDE_SHARED", Path(__file__).parents[2] / "shared"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
+
 from kvtide.kvcache import (
     MLA,
     ChunkedLocal,
