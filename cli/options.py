@@ -89,6 +89,8 @@ policy_option = click.option(
 
 def load_layout(model: str, kv_dtype: str, tp: int, speculative: str | None) -> ModelLayout:
     """The layout that the model options describe. A name with a path's looks, or of an existing path, is a file."""
+    if not model.strip():
+        raise ConfigError("--model is empty; give a bundled model's name or a file")
     path = Path(model)
     if path.suffix in {".yaml", ".yml"}:
         layout = ModelLayout.from_yaml(path)

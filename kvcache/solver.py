@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .errors import ConfigError
 from .geometry import BlockFormat, PageGeometry, block_sizes, ceil_div
 from .layout import Group, ModelLayout
 from .specs import Int64Array
@@ -106,6 +107,8 @@ def solve_geometry(
     take). `max_page_bytes` bounds the page, and with it the memory that a sparsely used page can hold back.
     `ConfigError` for a block size out of range or an unknown group name.
     """
+    if min_block_size < 1:
+        raise ConfigError(f"min_block_size {min_block_size} must be at least 1 token")
     sizes = block_sizes(layout, block_size)
     cuts = {group: _cuts(group, sizes[group.name], min_block_size) for group in layout.groups}
     pages = _page_candidates(cuts, max_page_bytes)
