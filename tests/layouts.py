@@ -7,6 +7,7 @@ wrong figure.
 from __future__ import annotations
 
 from hypothesis import strategies as st
+
 from kvtide.kvcache import (
     MLA,
     ChunkedLocal,

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from layouts import deepseek_v3_2, gated_delta_net, gemma_3_27b, layout_of, mimo_v2_flash, mllama_11b, qwen_3_5_27b
+
 from kvtide.kvcache import (
     MLA,
     ChunkedLocal,
@@ -31,7 +33,6 @@ from kvtide.kvcache.arena import Arena
 from kvtide.kvcache.baselines import grouped_geometry, lcm_geometry
 from kvtide.kvcache.geometry import BlockFormat, PageGeometry
 from kvtide.kvcache.solver import solve_geometry
-from layouts import deepseek_v3_2, gated_delta_net, gemma_3_27b, layout_of, mimo_v2_flash, mllama_11b, qwen_3_5_27b
 
 POISON = 0xA5
 

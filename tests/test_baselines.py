@@ -12,6 +12,22 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from layouts import (
+    attention_specs,
+    deepseek_v3_2,
+    gated_delta_net,
+    gemma_3_4b,
+    gemma_3_12b,
+    gemma_3_27b,
+    layout_of,
+    mamba,
+    mimo_v2_flash,
+    mllama_11b,
+    qwen_3_5_27b,
+    state_specs,
+    step_3_5,
+)
+
 from kvtide.kvcache import (
     MLA,
     ChunkedLocal,
@@ -36,21 +52,6 @@ from kvtide.kvcache.baselines import (
 from kvtide.kvcache.geometry import PageGeometry
 from kvtide.kvcache.policies import POLICIES, plan_geometry
 from kvtide.kvcache.solver import MAX_PAGE_BYTES, REFERENCE_IMAGE_TOKENS, REFERENCE_TOKENS, TABLE_COST
-from layouts import (
-    attention_specs,
-    deepseek_v3_2,
-    gated_delta_net,
-    gemma_3_4b,
-    gemma_3_12b,
-    gemma_3_27b,
-    layout_of,
-    mamba,
-    mimo_v2_flash,
-    mllama_11b,
-    qwen_3_5_27b,
-    state_specs,
-    step_3_5,
-)
 
 
 def waste(geometry: PageGeometry, text: int, image: int = 0) -> float:

@@ -14,6 +14,21 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from layouts import (
+    attention_specs,
+    deepseek_v3_2,
+    gemma_3_4b,
+    gemma_3_12b,
+    gemma_3_27b,
+    layout_of,
+    mimo_v2_flash,
+    mllama_11b,
+    qwen_3_5_27b,
+    sees,
+    state_specs,
+    step_3_5,
+)
+
 from kvtide.kvcache import (
     MLA,
     ChunkedLocal,
@@ -35,20 +50,6 @@ from kvtide.kvcache.solver import (
     REFERENCE_TOKENS,
     TABLE_COST,
     solve_geometry,
-)
-from layouts import (
-    attention_specs,
-    deepseek_v3_2,
-    gemma_3_4b,
-    gemma_3_12b,
-    gemma_3_27b,
-    layout_of,
-    mimo_v2_flash,
-    mllama_11b,
-    qwen_3_5_27b,
-    sees,
-    state_specs,
-    step_3_5,
 )
 
 MODELS = [

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import FrozenInstanceError
 
 import pytest
+from layouts import deepseek_v3_2, gated_delta_net, gemma_3_27b, layout_of, mllama_11b, qwen_3_5_27b
+
 from kvtide.kvcache import (
     MLA,
     ConfigError,
@@ -15,7 +17,6 @@ from kvtide.kvcache import (
     ModelLayout,
     SlidingWindow,
 )
-from layouts import deepseek_v3_2, gated_delta_net, gemma_3_27b, layout_of, mllama_11b, qwen_3_5_27b
 
 FULL = FullAttention(8, 128, 128)
 NEAR = SlidingWindow(8, 128, 128, window=1024)

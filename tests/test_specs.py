@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from layouts import attention_specs, gated_delta_net, mamba, sees, state_specs
+
 from kvtide.kvcache import (
     MLA,
     ChunkedLocal,
@@ -21,7 +23,6 @@ from kvtide.kvcache import (
     SlidingWindowMLA,
 )
 from kvtide.kvcache.dtypes import ELEMENT_BYTES, bytes_of, canonical_dtype, packed_latent_bytes
-from layouts import attention_specs, gated_delta_net, mamba, sees, state_specs
 
 ONE_OF_EACH = {
     Kind.FULL_ATTENTION: FullAttention(2, 8, 4),
