@@ -8,6 +8,7 @@ an item cannot be confused with a token.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple
@@ -63,13 +64,16 @@ class KeyChain:
 
         `items` are sorted by position; those that start in the new blocks enter the chain.
         """
-        digest, keys, size = self._digest, self.keys, self._block_bytes
-        update, copy, append = digest.update, digest.copy, keys.append
-        pending = list(items)
+        size = self._block_bytes
+        pending = deque(items)
         for start in range(0, len(tokens) - size + 1, size):
-            while pending and pending[0].position * 4 < (len(keys) + 1) * size:
-                position, content = pending.pop(0)
-                update(np.array([-1, position, len(content)], dtype="<i4").tobytes())
-                update(content)
-            update(tokens[start : start + size])
-            append(copy().digest())
+            while pending and pending[0].position * 4 < (len(self.keys) + 1) * size:
+                position, content = pending.popleft()
+                self._digest.update(np.array([-1, position, len(content)], dtype="<i4").tobytes())
+                self._digest.update(content)
+            self.add_block(tokens[start : start + size])
+
+    def add_block(self, tokens: bytes) -> None:
+        """Add one block, without items."""
+        self._digest.update(tokens)
+        self.keys.append(self._digest.copy().digest())

@@ -357,7 +357,8 @@ class PagePool:
         assert ((refs > 0).sum(axis=1) == self.page_refs).all(), "referenced blocks per page"
         assert (cached.sum(axis=1) == self._page_cached).all(), "cached blocks per page"
         unowned = self.owner == NO_OWNER
-        assert not (refs[unowned].any() or cached[unowned].any()), "a block of a free page is in use"
+        assert not refs[unowned].any(), "a block of a free page is in use"
+        assert not cached[unowned].any(), "a block of a free page is cached"
         assert int(unowned.sum()) == self.free_pages, "free pages"
         returned = self._returned[: self._num_returned]
         assert len(np.unique(returned)) == len(returned), "a page was returned twice"

@@ -47,7 +47,8 @@ def bytes_of(dtype: str) -> int:
     try:
         return ELEMENT_BYTES[dtype]
     except KeyError:
-        raise ConfigError(f"{dtype!r} is a packed MLA token format, not an element type") from None
+        what = "a packed MLA token format" if dtype in PACKED_LATENT_FORMATS else "not known"
+        raise ConfigError(f"element type {dtype!r} is {what}; allowed: {', '.join(ELEMENT_BYTES)}") from None
 
 
 def packed_latent_bytes(dtype: str, kv_lora_rank: int, rope_dim: int) -> int:

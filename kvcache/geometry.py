@@ -203,7 +203,9 @@ class PageGeometry:
     @property
     def num_tables(self) -> int:
         """Block tables over all groups."""
-        return 1 if self.one_table else sum(fmt.tables for fmt in self.formats)
+        if self.one_table:
+            return len({fmt.block_size > 0 for fmt in self.formats})  # states lie in a table of their own
+        return sum(fmt.tables for fmt in self.formats)
 
     @property
     def max_arena_bytes(self) -> int:

@@ -73,6 +73,15 @@ class ModelLayout:
     def __post_init__(self) -> None:
         if not any(layer.spec for layer in self.layers):
             raise ConfigError(f"model {self.name!r} has no layer that stores KV")
+        stored = {layer.index: layer.spec is not None for layer in self.layers}
+        if len(stored) < len(self.layers):
+            raise ConfigError(f"two layers of model {self.name!r} have the same index")
+        for layer in self.layers:
+            if layer.shares is not None and (layer.spec is not None or not stored.get(layer.shares)):
+                raise ConfigError(
+                    f"layer {layer.index} of model {self.name!r} cannot share the KV of layer {layer.shares}: "
+                    "it must store nothing itself, and the other must store its own"
+                )
 
     @classmethod
     def from_hf(cls, config: str | Path | Mapping[str, Any]) -> ModelLayout:
@@ -133,13 +142,16 @@ class ModelLayout:
         return any(group.spec.per_image for group in self.groups)
 
     def with_dtype(self, dtype: str) -> ModelLayout:
-        """The same model with another KV cache dtype; packed formats apply to MLA layers only."""
+        """The same model with another KV cache dtype; packed formats change MLA layers and leave others as they are."""
         if dtype == "auto":
             return self
         canonical = canonical_dtype(dtype)
         if canonical in PACKED_LATENT_FORMATS and not any(isinstance(group.spec, MLA) for group in self.groups):
             raise ConfigError(f"KV cache dtype {dtype!r} packs MLA latents; {self.name} has no MLA layer")
-        return self._map_specs(lambda spec: spec.with_dtype(canonical))
+        packed = canonical in PACKED_LATENT_FORMATS
+        return self._map_specs(
+            lambda spec: spec if packed and not isinstance(spec, MLA) else spec.with_dtype(canonical)
+        )
 
     def with_draft(self, specs: Iterable[LayerSpec] | None = None) -> ModelLayout:
         """Add draft layers: the given ones (EAGLE heads), or the model's own MTP modules when none are given."""
@@ -169,7 +181,9 @@ class ModelLayout:
                     f"layer {layer.index} of {self.name} reads the KV of layer {layer.shares}; "
                     f"stage [{first}, {last}) must hold both"
                 )
-        return replace(self, layers=layers)
+        # Only the last stage runs a drafter: it needs the last layers' hidden states.
+        is_last = layers[-1:] == self.layers[-1:]
+        return replace(self, layers=layers, draft_specs=self.draft_specs if is_last else ())
 
     def shard(self, tp_size: int) -> ModelLayout:
         """The layout of one of `tp_size` tensor-parallel ranks."""

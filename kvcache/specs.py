@@ -265,8 +265,10 @@ class MLA(LayerSpec):
 
     def __post_init__(self) -> None:
         _require_positive(self, kv_lora_rank=self.kv_lora_rank, rope_dim=self.rope_dim)
-        if self.index_head_dim % 128:
-            raise ConfigError(f"index_head_dim {self.index_head_dim} must be 0 or a multiple of 128")
+        if self.index_head_dim != 0:
+            _require_positive(self, index_head_dim=self.index_head_dim)
+            if self.index_head_dim % 128:
+                raise ConfigError(f"index_head_dim {self.index_head_dim} must be 0 or a multiple of 128")
         if self.dtype in PACKED_LATENT_FORMATS:
             packed_latent_bytes(self.dtype, self.kv_lora_rank, self.rope_dim)
         else:
@@ -332,9 +334,15 @@ class RecurrentState(LayerSpec):
     max_shards: int = 1
 
     def __post_init__(self) -> None:
-        if not self.arrays:
-            raise ConfigError("a recurrent_state layer needs at least one array")
+        if not isinstance(self.arrays, tuple) or not self.arrays:
+            raise ConfigError(f"arrays of a recurrent_state layer must be a tuple of at least one, not {self.arrays!r}")
+        _require_positive(self, max_shards=self.max_shards)
+        names = [array.name for array in self.arrays]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"arrays of a recurrent_state layer must have names of their own, not {names}")
         for array in self.arrays:
+            if not array.shape:
+                raise ConfigError(f"array {array.name!r} of a recurrent_state layer has no dimensions")
             bytes_of(array.dtype)
             _require_positive(self, **{f"{array.name}[{i}]": size for i, size in enumerate(array.shape)})
 

@@ -177,3 +177,34 @@ class TestShard:
     def test_heads_that_do_not_divide(self) -> None:
         with pytest.raises(ConfigError, match="16 KV heads cannot be divided among tp_size 3"):
             gemma_3_27b().shard(3)
+
+
+class TestWrongLayouts:
+    def test_equal_indices(self) -> None:
+        spec = FullAttention(1, 8, 8)
+        with pytest.raises(ConfigError, match="same index"):
+            ModelLayout("twice", (Layer(0, spec), Layer(0, spec)))
+
+    @pytest.mark.parametrize("target", [1, 2, 7])
+    def test_sharing_with_a_layer_that_stores_nothing(self, target: int) -> None:
+        layers = (Layer(0, FullAttention(1, 8, 8)), Layer(1, None, shares=target), Layer(2, None, shares=0))
+        with pytest.raises(ConfigError, match=f"share the KV of layer {target}"):
+            ModelLayout("shared", layers)
+
+    def test_drafts_go_with_the_last_stage(self) -> None:
+        spec = FullAttention(1, 8, 8)
+        layout = ModelLayout("drafted", tuple(Layer(i, spec) for i in range(4)), draft_specs=(spec,))
+        with pytest.raises(ConfigError, match="declares no multi-token-prediction"):
+            layout.stage(0, 2).with_draft()
+        assert [layer.index for layer in layout.stage(2, 4).with_draft().layers] == [2, 3, 4]
+
+    def test_packed_formats_leave_other_layers_alone(self) -> None:
+        full = FullAttention(1, 8, 8)
+        layout = ModelLayout("mixed", (Layer(0, MLA(512, 64)), Layer(1, full))).with_dtype("fp8_ds_mla")
+        assert [group.spec.bytes_per_token for group in layout.groups] == [656, full.bytes_per_token]
+
+    def test_an_eagle_head_looks_like_full_attention(self) -> None:
+        full, window = FullAttention(2, 8, 8), SlidingWindow(1, 8, 8, window=4)
+        assert ModelLayout("two", (Layer(0, window), Layer(1, full))).eagle_spec() == full
+        with pytest.raises(ConfigError, match="EAGLE"):
+            ModelLayout("windows", (Layer(0, window),)).eagle_spec()

@@ -278,7 +278,7 @@ class TestBadValues:
             MLA(512, 64, index_head_dim=100)
 
     def test_states(self) -> None:
-        with pytest.raises(ConfigError, match="needs at least one array"):
+        with pytest.raises(ConfigError, match="at least one"):
             RecurrentState(())
         with pytest.raises(ConfigError, match=r"^ssm\[1\] of a recurrent_state layer is 0;"):
             RecurrentState((Component("ssm", (4, 0), "float32"),))
@@ -295,3 +295,30 @@ def test_specs_are_values_and_say_what_they_are() -> None:
     assert gated_delta_net(16, 32, "float32").label == "state conv 8192×3 bfloat16, ssm 32×128×128 float32"
     assert FullAttention(2, 8, 4) != CrossAttention(2, 8, 4)
     assert len({SlidingWindow(2, 8, 4, window=7), SlidingWindow(2, 8, 4, window=7)}) == 1
+
+
+class TestWrongSpecs:
+    """Values that would give wrong bytes are refused, each naming the value."""
+
+    @pytest.mark.parametrize("dtype", ["float7", "bf16"])
+    def test_unknown_element_type(self, dtype: str) -> None:
+        with pytest.raises(ConfigError, match=f"{dtype}.*not known.*bfloat16"):
+            FullAttention(8, 8, 8, dtype=dtype)
+
+    @pytest.mark.parametrize("size", [-128, "128", 128.0, 100])
+    def test_index_head_dim(self, size: object) -> None:
+        with pytest.raises(ConfigError, match="index_head_dim"):
+            MLA(512, 64, index_head_dim=size)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("shards", [0, -4])
+    def test_max_shards(self, shards: int) -> None:
+        with pytest.raises(ConfigError, match=f"max_shards.*{shards}"):
+            RecurrentState((Component("a", (4,), "float32"),), max_shards=shards)
+
+    def test_state_arrays(self) -> None:
+        with pytest.raises(ConfigError, match="no dimensions"):
+            RecurrentState((Component("a", (), "float32"),))
+        with pytest.raises(ConfigError, match="names of their own"):
+            RecurrentState((Component("a", (4,), "float32"),) * 2)
+        with pytest.raises(ConfigError, match="tuple"):
+            RecurrentState([Component("a", (4,), "float32")])  # type: ignore[arg-type]

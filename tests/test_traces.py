@@ -8,6 +8,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+
 from kvtide.kvcache import ConfigError, TraceError
 from kvtide.sims.traces import Request, open_trace
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from kvtide.kvcache import TraceError
 from kvtide.sims.traces import Request, open_trace
 from kvtide.sims.traces.tracefile import MAX_LINE_BYTES

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from kvtide.kvcache import TraceError
 from kvtide.sims.traces import open_trace
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from kvtide.sims.traces import Request, open_trace
 
 SHARED = Path(os.environ.get("KVTIDE_SHARED") or Path(__file__).parents[2] / "shared") / "traces"
