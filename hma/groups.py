@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvtide.kvcache.geometry import BlockFormat, ceil_div
 from kvtide.kvcache.specs import Int64Array, Kind
 
-from .tables import NO_BLOCK, GroupTable, ranges
+from .tables import NO_BLOCK, GroupTable
 
 
 class Growth(NamedTuple):
@@ -104,11 +104,14 @@ class ManagedGroup:
     def append(self, rows: Int64Array, growth: Growth, ids: Int64Array) -> None:
         """Put taken blocks `[growth.total * tables]` at the end of the rows."""
         ids = ids.reshape(self.fmt.tables, growth.total)
-        split = int(growth.sinks.sum())
-        if split:
+        if self.table.sink_blocks:
+            split = int(growth.sinks.sum())
             self.table.append(rows, growth.sinks, ids[:, :split])
             ids = ids[:, split:]
-        self.table.append(rows, growth.counts, ids, growth.gaps if growth.gaps.any() else None)
+        if growth.gaps.any():
+            self.table.skip(rows, growth.gaps)
+        growing = np.flatnonzero(growth.counts)
+        self.table.append(rows[growing], growth.counts[growing], ids)
 
     def slots(self, rows: Int64Array, positions: Int64Array) -> Int64Array:
         """Slot `entry * block_size + offset` of each token, `[tables, n]`; -1 where the token has no block."""
@@ -128,17 +131,25 @@ class ManagedGroup:
             which = np.flatnonzero((keys + 1) % self.keys_per_block == 0)
             logical = (keys[which] + 1) // self.keys_per_block - 1
             part = np.zeros_like(logical)
+        elif self.blocks_per_key == 1:
+            which = np.arange(len(keys))
+            part = np.zeros_like(keys)
+            logical = keys
         else:
             per_key = self.blocks_per_key
             which = np.repeat(np.arange(len(keys)), per_key)
-            part = ranges(np.full(len(keys), per_key))
+            part = np.tile(np.arange(per_key), len(keys))
             logical = keys[which] * per_key + part
         owners = rows[which]
         in_row = (logical >= table.first[owners]) | (logical < table.sink_blocks)
-        which, part, owners, logical = which[in_row], part[in_row], owners[in_row], logical[in_row]
+        if not in_row.all():
+            which, part, owners, logical = which[in_row], part[in_row], owners[in_row], logical[in_row]
         entries = table.entries[:, owners, table.columns(owners, logical)]
         taken = entries[0] != NO_BLOCK
         if not taken.all():
             which, part, entries = which[taken], part[taken], entries[:, taken]
+        ids = table.to_ids(entries).ravel()
+        if tables == 1:
+            return which, part, ids
         columns = part[None, :] * tables + np.arange(tables)[:, None]
-        return np.tile(which, tables), columns.ravel(), table.to_ids(entries).ravel()
+        return np.tile(which, tables), columns.ravel(), ids

@@ -143,6 +143,7 @@ class HybridMemoryManager:
         self.pool = PagePool(geometry, num_pages, self._forget_blocks)
         self.base = _base_block(geometry)
         self.groups = tuple(self._make_group(number, pin_memory) for number in range(len(geometry.formats)))
+        self._draft_groups = [group.number for group in self.groups if group.draft_only]
         self.index = PrefixIndex([group.cells_per_key for group in self.groups], num_pages * self.pool.stride)
 
         self._row_of: dict[str, int] = {}
@@ -427,7 +428,7 @@ class HybridMemoryManager:
             if rows.min() < 0 or rows.max() >= self.max_requests or not self._running[rows].all():
                 wrong = [row for row in rows.tolist() if not (0 <= row < self.max_requests and self._running[row])]
                 raise KvtideError(f"row {wrong[0]} is not running; admit or resume it first")
-            if len(np.unique(rows)) < len(rows):
+            if np.bincount(rows).max() > 1:
                 raise KvtideError("a row occurs twice in one step")
             if tokens.min() < 1 or tokens.max() > self.max_step_tokens:
                 raise KvtideError(
@@ -491,22 +492,31 @@ class HybridMemoryManager:
         known = self._known[rows]
         counts = np.maximum(committed + accepted - known, 0)
         filled = known % self.base
-        owners = np.repeat(np.arange(len(rows)), counts)
-        places = filled[owners] + ranges(counts)
-        first = places < self.base
-        self._tail[rows[owners[first]], places[first]] = ids[first]
+        if len(ids) == len(rows) and counts.min() == 1:
+            owners, places = np.arange(len(rows)), filled  # one token each, as in most decode steps
+        else:
+            owners = np.repeat(np.arange(len(rows)), counts)
+            places = filled[owners] + ranges(counts)
+        inside = places < self.base
+        self._tail[rows[owners[inside]], places[inside]] = ids[inside]
+        self._known[rows] = known + counts
+
+        whole = np.flatnonzero(filled + counts >= self.base)
+        blocks = self._tail[rows[whole]].tobytes()
+        size = 4 * self.base
+        for number, row in enumerate(rows[whole].tolist()):
+            chain = self._chain[row]
+            assert chain is not None
+            chain.add_block(blocks[number * size : (number + 1) * size])
         ends = np.cumsum(counts)
-        for i in np.flatnonzero(filled + counts >= self.base).tolist():
+        for i in np.flatnonzero(filled + counts > self.base).tolist():
             row = int(rows[i])
             chain = self._chain[row]
             assert chain is not None
-            chain.extend(self._tail[row].tobytes())
             more = ids[ends[i] - counts[i] + self.base - filled[i] : ends[i]]
-            if len(more):
-                chain.extend(more.tobytes())
-                rest = len(more) % self.base
-                self._tail[row, :rest] = more[len(more) - rest :]
-        self._known[rows] = known + counts
+            chain.extend(more.tobytes())
+            rest = len(more) % self.base
+            self._tail[row, :rest] = more[len(more) - rest :]
 
     def _register(self, rows: Int64Array, committed: Int64Array) -> None:
         """Give keys to the base blocks that have become whole, and put the rows' blocks under them."""
@@ -550,21 +560,21 @@ class HybridMemoryManager:
 
     def _release_shared(self, ids: Int64Array, classes: npt.NDArray[np.uint8]) -> None:
         """Release blocks of several rows, which may hold one and the same block."""
-        while len(ids):
+        # A block that two rows hold has two references.
+        while len(ids) and self.pool.refs[ids].max() > 1:
             _, once = np.unique(ids, return_index=True)
-            if len(once) == len(ids):
-                self.pool.release(ids, classes)
-                return
             once.sort()
             self.pool.release(ids[once], classes[once])
             ids, classes = np.delete(ids, once), np.delete(classes, once)
+        if len(ids):
+            self.pool.release(ids, classes)
 
     def _classes(self, ids: Int64Array, classes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """Eviction classes; blocks of groups that only a drafter has go first, whatever their row's priority."""
-        drafts = [group.number for group in self.groups if group.draft_only]
-        if drafts:
-            classes = np.where(np.isin(self.pool.owner[ids // self.pool.stride], drafts), CLASS_SCRAP, classes)
-        return classes.astype(np.uint8)
+        if self._draft_groups:
+            owners = self.pool.owner[ids // self.pool.stride]
+            classes = np.where(np.isin(owners, self._draft_groups), CLASS_SCRAP, classes).astype(np.uint8)
+        return classes
 
     def _state_copies(self, rows: Int64Array) -> list[Copy]:
         """Copies that bring a hit's checkpoints into the running states; their sources stay pinned until the commit."""

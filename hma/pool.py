@@ -189,7 +189,7 @@ class PagePool:
             self._push_evictable(keep)
         resting = pages[self.page_refs[pages] == 0]
         if len(resting):
-            self._deactivate(_unique_in_order(resting))
+            self._deactivate(resting if self._single_blocks(resting) else _unique_in_order(resting))
         if not everything_cached:
             loose = ids[~cached]
             # LIFO: the last pushed is taken first, so the block to be reused first comes last.
@@ -202,12 +202,15 @@ class PagePool:
         has_content = self._page_cached[pages] > 0
         full = pages[has_content]
         if len(full):
-            ids = full[:, None] * self.stride + np.arange(self.stride)
-            page_class = np.where(self.cached[ids], self._class[ids], 0).max(axis=1)
+            if self._single_blocks(full):
+                page_class = self._class[full * self.stride]
+            else:
+                ids = full[:, None] * self.stride + np.arange(self.stride)
+                page_class = np.where(self.cached[ids], self._class[ids], 0).max(axis=1)
             self._page_class[full] = page_class
             stamps = self._next_stamps(len(full))
             self._page_stamp[full] = stamps
-            for number in np.unique(page_class):
+            for number in _distinct(page_class):
                 chosen = page_class == number
                 self._pages[number].push(full[chosen], stamps[chosen])
         if len(full) < len(pages):
@@ -225,6 +228,10 @@ class PagePool:
         ids = ids[self.refs[ids] == 0]
         self._push_evictable(ids[self.cached[ids]])
         self._push_free(ids[~self.cached[ids]])
+
+    def _single_blocks(self, pages: Int64Array) -> bool:
+        """Whether every one of the pages holds one block only; such pages occur once in what one call lets go."""
+        return self.stride == 1 or bool(self._capacity[self.owner[pages]].max() == 1)
 
     def _by_group(self, pages: Int64Array) -> list[tuple[int, int]]:
         """Groups that own the pages, and how many entries of `pages` each has."""
@@ -290,8 +297,8 @@ class PagePool:
             return
         stamps = self._next_stamps(len(ids))
         self._stamp[ids] = stamps
-        groups = self.owner[ids // self.stride]
-        for group in np.unique(groups):
+        groups = self.owner[ids // self.stride].astype(np.int64)
+        for group in _distinct(groups):
             chosen = groups == group
             self._slots[group].push(ids[chosen], stamps[chosen])
 
@@ -301,7 +308,7 @@ class PagePool:
         stamps = self._next_stamps(len(ids))
         self._stamp[ids] = stamps
         queues = self.owner[ids // self.stride].astype(np.int64) * NUM_CLASSES + self._class[ids]
-        for queue in np.unique(queues):
+        for queue in _distinct(queues):
             chosen = queues == queue
             self._blocks[queue // NUM_CLASSES][queue % NUM_CLASSES].push(ids[chosen], stamps[chosen])
 
@@ -386,6 +393,11 @@ class PagePool:
         pages = np.flatnonzero((self.owner == group) & (self.page_refs == 0))
         waiting = {page for ring in self._pages for page in ring.valid()}
         assert set(pages) <= waiting, "an inactive page is in no ring"
+
+
+def _distinct(values: npt.NDArray[np.integer]) -> list[int]:
+    """Distinct small non-negative numbers; a count is faster than a sort."""
+    return np.flatnonzero(np.bincount(values)).tolist()
 
 
 def _unique_in_order(values: Int64Array) -> Int64Array:

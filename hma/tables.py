@@ -66,22 +66,28 @@ class GroupTable:
 
     def columns(self, rows: Int64Array, logical: Int64Array) -> Int64Array:
         """Columns of logical blocks that the rows hold."""
-        return np.where(logical < self.sink_blocks, logical, logical - self.first[rows] + self.sink_blocks)
+        columns: Int64Array = logical - self.first[rows]
+        if self.sink_blocks:
+            columns = np.where(logical < self.sink_blocks, logical, columns + self.sink_blocks)
+        return columns
 
-    def append(self, rows: Int64Array, counts: Int64Array, ids: Int64Array, gaps: Int64Array | None = None) -> None:
-        """Add `counts[i]` blocks at the end of each row, after `gaps[i]` blocks that are never taken.
-
-        `ids` is `[tables, counts.sum()]`, row by row.
-        """
-        if gaps is not None:
-            holes = np.repeat(rows, gaps)
-            logical = np.repeat(self.end[rows], gaps) + ranges(gaps)
-            self.entries[:, holes, self.columns(holes, logical)] = NO_BLOCK
-            self.end[rows] += gaps
-        owners = np.repeat(rows, counts)
-        logical = np.repeat(self.end[rows], counts) + ranges(counts)
+    def append(self, rows: Int64Array, counts: Int64Array, ids: Int64Array) -> None:
+        """Add `counts[i]` blocks at the end of each row; `ids` is `[tables, counts.sum()]`, row by row."""
+        end = self.end[rows]
+        if len(rows) == ids.shape[1]:
+            owners, logical = rows, end  # one block each, as in most decode steps
+        else:
+            owners = np.repeat(rows, counts)
+            logical = np.repeat(end, counts) + ranges(counts)
         self.entries[:, owners, self.columns(owners, logical)] = self.to_entries(ids)
-        self.end[rows] += counts
+        self.end[rows] = end + counts
+
+    def skip(self, rows: Int64Array, gaps: Int64Array) -> None:
+        """Move the end of each row past `gaps[i]` blocks that are never taken."""
+        owners = np.repeat(rows, gaps)
+        logical = np.repeat(self.end[rows], gaps) + ranges(gaps)
+        self.entries[:, owners, self.columns(owners, logical)] = NO_BLOCK
+        self.end[rows] += gaps
 
     def place(self, row: int, first: int, end: int, ids: Int64Array) -> None:
         """Fill an empty row: sink blocks, then logical blocks `first` to `end`; ids `[tables, n]` in that order."""
@@ -94,20 +100,27 @@ class GroupTable:
 
         Returns row, logical number and ids `[tables, n]` of the blocks let go; blocks never taken are not among them.
         """
-        steps = new_first - self.first[rows]
-        owners = np.repeat(rows, steps)
-        offsets = ranges(steps)
-        logical = np.repeat(self.first[rows], steps) + offsets
+        first = self.first[rows]
+        steps = new_first - first
+        if steps.max() == 1:
+            owners, offsets, logical = rows, np.zeros_like(rows), first
+        else:
+            owners = np.repeat(rows, steps)
+            offsets = ranges(steps)
+            logical = np.repeat(first, steps) + offsets
         left = self.sink_blocks
         gone = self.entries[:, owners, left + offsets]
         held = self.end[rows] - new_first
-        for step in np.unique(steps):
-            some = rows[steps == step]
-            last = int(held[steps == step].max())
+        for step in np.flatnonzero(np.bincount(steps)).tolist():
+            same = steps == step
+            some = rows[same]
+            last = int(held[same].max())
             self.entries[:, some, left : left + last] = self.entries[:, some, left + step : left + step + last]
         self.first[rows] = new_first
         taken = gone[0] != NO_BLOCK
-        return owners[taken], logical[taken], self.to_ids(gone[:, taken])
+        if not taken.all():
+            owners, logical, gone = owners[taken], logical[taken], gone[:, taken]
+        return owners, logical, self.to_ids(gone)
 
     def clear(self, row: int) -> tuple[Int64Array, Int64Array]:
         """Empty a row. Returns logical numbers, last first, and ids `[tables, n]` of the blocks it held."""
