@@ -263,6 +263,9 @@ class PagePool:
 
     def _own(self, group: int, pages: Int64Array) -> Int64Array:
         self.owner[pages] = group
+        if self.stride > 1:
+            # What an earlier owner still has in its stack must not become valid again, now under another group.
+            self._stamp[pages[:, None] * self.stride + np.arange(self.stride)] = 0
         self.active_pages[group] += len(pages)
         self._num_active += len(pages)
         if self.per_page[group] == 1:
