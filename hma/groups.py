@@ -106,7 +106,8 @@ class ManagedGroup:
         ids = ids.reshape(self.fmt.tables, growth.total)
         if self.table.sink_blocks:
             split = int(growth.sinks.sum())
-            self.table.append(rows, growth.sinks, ids[:, :split])
+            growing = np.flatnonzero(growth.sinks)
+            self.table.append(rows[growing], growth.sinks[growing], ids[:, :split])
             ids = ids[:, split:]
         if growth.gaps.any():
             self.table.skip(rows, growth.gaps)
