@@ -1,18 +1,24 @@
 """Who owns which block now: the hybrid memory manager, drafts and thinking budgets."""
 
 from .drafts import DraftAccounting, DraftCounts
+from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from .hashing import Item
-from .manager import Admission, Copy, HybridMemoryManager, Reservation
+from .manager import Admission, Copy, HybridMemoryManager, Pin, Reservation
 from .thinking import Forcing, ThinkingBudget, ThinkingMarkers
 
 __all__ = [
     "Admission",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
     "Copy",
     "DraftAccounting",
     "DraftCounts",
     "Forcing",
     "HybridMemoryManager",
     "Item",
+    "KvEvent",
+    "Pin",
     "Reservation",
     "ThinkingBudget",
     "ThinkingMarkers",

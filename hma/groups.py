@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.kvcache.geometry import BlockFormat, ceil_div
-from kvtide.kvcache.specs import Int64Array, Kind
+from kvtide.kvcache import ConfigError
+from kvtide.kvcache.geometry import BlockFormat, PageGeometry, ceil_div
+from kvtide.kvcache.specs import Int64Array, Kind, SinkWindow
 
 from .tables import NO_BLOCK, GroupTable
 
@@ -59,7 +60,7 @@ class ManagedGroup:
     @property
     def is_bounded(self) -> bool:
         """Whether tokens go out of reach."""
-        return self.fmt.group.spec.has_bounded_reach
+        return self.fmt.group.spec.has_bounded_reach and not self.fmt.keeps_all
 
     @property
     def blocks_per_key(self) -> int:
@@ -154,3 +155,61 @@ class ManagedGroup:
             return which, part, ids
         columns = part[None, :] * tables + np.arange(tables)[:, None]
         return np.tile(which, tables), columns.ravel(), ids
+
+    def check(self, row: int, committed: int, owners: npt.NDArray[np.int8], stride: int) -> None:
+        """A running row holds blocks of this group alone, from the first that its next query can reach."""
+        ids = self.table.ids_of(row)
+        assert (owners[ids // stride] == self.number).all(), "a table holds another group's block"
+        if self.is_bounded:
+            first = int(self.first_block(np.array(committed)))
+            assert int(self.table.first[row]) == first, "a window has slid too far, or not far enough"
+
+
+def base_block(geometry: PageGeometry) -> int:
+    """Tokens per key: the smallest block of the groups that need every token, or of all when there are none."""
+    paged = [fmt for fmt in geometry.formats if fmt.block_size]
+    whole = [fmt.block_size for fmt in paged if fmt.keeps_all or not fmt.group.spec.has_bounded_reach]
+    base = min(whole or [fmt.block_size for fmt in paged], default=16)
+    for fmt in paged:
+        if fmt.block_size % base and base % fmt.block_size:
+            raise ConfigError(
+                f"the block of group {fmt.group.name} has {fmt.block_size} tokens, which neither divides the base "
+                f"block of {base} tokens nor is a multiple of it"
+            )
+    return base
+
+
+def make_groups(
+    geometry: PageGeometry,
+    *,
+    base: int,
+    stride: int,
+    max_requests: int,
+    max_tokens: int,
+    max_new_tokens: int,
+    lookahead: int,
+    pin_memory: bool,
+) -> tuple[ManagedGroup, ...]:
+    """Groups with empty tables. `max_new_tokens` is the most tokens of one row that can be in flight."""
+    drafts = {layer.index for layer in geometry.layout.layers if layer.draft}
+    groups = []
+    for number, fmt in enumerate(geometry.formats):
+        spec, size = fmt.group.spec, fmt.block_size
+        sinks = -(-spec.sinks // size) if isinstance(spec, SinkWindow) and not fmt.keeps_all else 0
+        longest = max_tokens + lookahead
+        if spec.reach is not None and not fmt.keeps_all:
+            longest = min(longest, spec.reach + max_new_tokens + lookahead)
+        # A span that starts inside a block can touch one block more than its length alone.
+        width = sinks + -(-longest // size) + 1 if size else 1 + lookahead
+        table = GroupTable(
+            fmt,
+            max_requests,
+            width,
+            sink_blocks=sinks,
+            stride=stride,
+            page_units=geometry.page_bytes // geometry.unit,
+            unit=geometry.unit,
+            pin_memory=pin_memory,
+        )
+        groups.append(ManagedGroup(number, fmt, table, base, draft_only=set(fmt.group.layers) <= drafts))
+    return tuple(groups)

@@ -34,6 +34,10 @@ class Hit(NamedTuple):
     blocks: dict[int, GroupHit]
     limited_by: tuple[str, ...]
 
+    def all_ids(self) -> Int64Array:
+        """Ids of all blocks of the hit."""
+        return np.concatenate([np.empty(0, dtype=np.int64), *(part.ids.ravel() for part in self.blocks.values())])
+
 
 def find_hit(
     groups: Sequence[ManagedGroup], index: PrefixIndex, keys: Sequence[bytes], max_tokens: int, drop_last: bool

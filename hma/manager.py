@@ -2,7 +2,7 @@
 
     admit ─► row, hit ──► reserve(rows, n) ─► engine computes n tokens a row ─► commit(rows, accepted) ─┐
                              ▲   tables, slots, copies                                                  │
-                             └───────────────────────────────────────────────────────────────────────────┘
+                             └──────────────────────────────────────────────────────────────────────────┘
     preempt(row): gives its blocks back, resume(row) looks them up again;  release(row): the request has ended.
 
 Reserve is all or nothing. Only committed tokens get a key and move windows, so a rejected draft is never cached and a
@@ -13,7 +13,6 @@ transfers and other threads hand in their results at a step boundary.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -24,27 +23,31 @@ from kvtide.kvcache import ConfigError, Exhausted, KvtideError, ModelLayout
 from kvtide.kvcache.geometry import PageGeometry
 from kvtide.kvcache.sizes import parse_bytes
 from kvtide.kvcache.solver import solve_geometry
-from kvtide.kvcache.specs import Int64Array, SinkWindow
+from kvtide.kvcache.specs import Int64Array
 
 from .drafts import DraftAccounting
-from .groups import Growth, ManagedGroup
+from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from .groups import Growth, ManagedGroup, base_block, make_groups
 from .hashing import Item, KeyChain, as_token_bytes, namespace
 from .hits import Hit, find_hit
 from .pool import CLASS_NORMAL, CLASS_SCRAP, PagePool
 from .prefix_index import PrefixIndex
+from .quotas import Quotas
+from .sequences import FreshKeys, Sequences
+from .steps import MAX_DRAFTS, Parting, StepQueue
 from .tables import GroupTable, ranges
 
-# Blocks behind the window that a prompt's end keeps at full value, so that a prompt which parts a little earlier still
-# finds its window: enough for two base blocks, or 64 tokens.
+# Tokens behind the window that a prompt's end keeps at full value, so that a prompt which parts a little earlier still
+# finds its window; never less than two base blocks.
 JUNCTION_SLACK = 64
-# Most drafts of one row in one step; engines allow at most 128.
-MAX_DRAFTS = 128
+PRIORITIES = (-3, 3)
 
 
 class Admission(NamedTuple):
-    """A request has a row. Its first `num_cached_tokens` tokens are there already; `limited_by` names the groups that
-    could
-    not serve a longer hit."""
+    """A request has a row. Its first `num_cached_tokens` tokens are there already.
+
+    `limited_by` names the groups that could not serve a longer hit.
+    """
 
     row: int
     num_cached_tokens: int
@@ -73,13 +76,11 @@ class Reservation(NamedTuple):
     copies: list[Copy]
 
 
-class _Step(NamedTuple):
+class Pin(NamedTuple):
+    """A cached prefix that is held until `unpin`: `num_tokens` of it are there."""
+
     number: int
-    rows: Int64Array
-    generation: Int64Array
-    num_tokens: Int64Array
-    num_drafts: Int64Array
-    has_gap: npt.NDArray[np.bool_]
+    num_tokens: int
 
 
 class HybridMemoryManager:
@@ -88,7 +89,8 @@ class HybridMemoryManager:
     `memory` is in bytes (or text such as "64GiB"); `max_model_len` defaults to the layout's; `max_step_tokens` is the
     most tokens of one row in one step. `lookahead` slots are reserved beyond every step's tokens, for drafts.
     `drop_last_block` serves drafters that must recompute the last block of a hit. `model_id` and `hash_key` separate
-    caches. `pin_memory` page-locks the tables (needs torch). `ConfigError` for arguments out of range.
+    caches. `events` keeps `take_events` filled. `pin_memory` page-locks the tables (needs torch). `ConfigError` for
+    arguments out of range.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class HybridMemoryManager:
         drop_last_block: bool = False,
         model_id: str = "",
         hash_key: bytes = b"",
+        events: bool = False,
         pin_memory: bool = False,
     ) -> None:
         geometry = layout if isinstance(layout, PageGeometry) else solve_geometry(layout)
@@ -120,8 +123,8 @@ class HybridMemoryManager:
         ):
             if value < low:
                 raise ConfigError(f"{name} {value} must be at least {low}")
-        if any(fmt.keeps_all or fmt.padding_layers for fmt in geometry.formats) or geometry.one_table:
-            raise ConfigError(f"the {geometry.policy} geometry is a baseline without tables of its own per group")
+        if geometry.one_table:
+            raise ConfigError(f"the {geometry.policy} geometry shares one table among groups; it cannot be managed")
         num_bytes = parse_bytes(memory)
         num_pages = num_bytes // geometry.page_bytes
         if not num_pages:
@@ -135,37 +138,42 @@ class HybridMemoryManager:
         self.max_steps_in_flight = max_steps_in_flight
         self.lookahead = lookahead
         self.drafts = DraftAccounting(MAX_DRAFTS)
+        self.base = base_block(geometry)
+        self.pool = PagePool(geometry, num_pages, self._evicted)
+        self.groups = make_groups(
+            geometry,
+            base=self.base,
+            stride=self.pool.stride,
+            max_requests=max_requests,
+            max_tokens=limit,
+            max_new_tokens=max_step_tokens * max_steps_in_flight,
+            lookahead=lookahead,
+            pin_memory=pin_memory,
+        )
+        self.index = PrefixIndex([group.cells_per_key for group in self.groups], num_pages * self.pool.stride)
+        self.committed = np.zeros(max_requests, dtype=np.int64)
+        self.image_tokens = np.zeros(max_requests, dtype=np.int64)
         self._caching = prefix_caching
         self._drop_last = drop_last_block
         self._space = namespace(
             model_id, repr([(f.group.name, f.group.spec, f.block_size) for f in geometry.formats]), hash_key
         )
-        self.pool = PagePool(geometry, num_pages, self._forget_blocks)
-        self.base = _base_block(geometry)
-        self.groups = tuple(self._make_group(number, pin_memory) for number in range(len(geometry.formats)))
+        self._steps = StepQueue(max_requests, max_steps_in_flight)
+        self._sequences = Sequences(max_requests, self.base, keep_tokens=events)
+        self._quotas = Quotas(self.pool, [fmt.block_bytes for fmt in geometry.formats])
+        self._events: list[KvEvent] | None = [] if events else None
+        self._states = [group for group in self.groups if group.is_state]
         self._draft_groups = [group.number for group in self.groups if group.draft_only]
-        self.index = PrefixIndex([group.cells_per_key for group in self.groups], num_pages * self.pool.stride)
-
         self._row_of: dict[str, int] = {}
-        self._free_rows = list(range(max_requests - 1, -1, -1))
         self._request_of: list[str | None] = [None] * max_requests
-        self._chain: list[KeyChain | None] = [None] * max_requests
-        self._sources: dict[int, dict[int, Int64Array]] = {}
-        self._holding: list[Int64Array] = []
-        self._running = np.zeros(max_requests, dtype=np.bool_)
-        self._generation = np.zeros(max_requests, dtype=np.int64)
-        self.committed = np.zeros(max_requests, dtype=np.int64)
-        self._known = np.zeros(max_requests, dtype=np.int64)
-        self._prompt = np.zeros(max_requests, dtype=np.int64)
-        self._image = np.zeros(max_requests, dtype=np.int64)
-        self._registered = np.zeros(max_requests, dtype=np.int64)
+        self._salt: list[str] = [""] * max_requests
+        self._free_rows = list(range(max_requests - 1, -1, -1))
         self._class = np.zeros(max_requests, dtype=np.uint8)
-        self._tail = np.zeros((max_requests, self.base), dtype="<i4")
-        self._in_flight = np.zeros(max_requests, dtype=np.int64)
         self._changed = np.zeros((len(self.groups), max_requests), dtype=np.bool_)
-        self._steps: deque[_Step] = deque()
-        self._next_step = 0
-        self._limbo: deque[tuple[int, Int64Array, npt.NDArray[np.uint8]]] = deque()
+        # Checkpoints that a row's states are restored from, by row and group; they stay referenced until the commit.
+        self._checkpoints: dict[int, dict[int, Int64Array]] = {}
+        self._pins: dict[int, Int64Array] = {}
+        self._next_pin = 0
 
     # -- a request comes, waits, goes ---------------------------------------------------------------------------------
 
@@ -183,9 +191,9 @@ class HybridMemoryManager:
         """Give a request a row and pin the blocks of the longest prefix that is cached.
 
         `token_ids` is the prompt, of any integer dtype. Prompts of different `salt` or `adapter` never share blocks;
-        `items` are the prompt's multimodal items by position. `image_tokens` are kept by cross-attention layers.
-        `priority` from -3 to 3 says how long its blocks stay cached afterwards. The last token is never served from the
-        cache. Takes no memory beyond the hit. `Exhausted` when all rows are taken, `ConfigError` for a bad prompt.
+        `items` are the prompt's multimodal items. `image_tokens` are kept by cross-attention layers. `priority` from -3
+        to 3 says how long its blocks stay cached afterwards. The last token is never served from the cache. Takes no
+        memory beyond the hit. `Exhausted` when all rows are taken, `ConfigError` for a bad prompt.
         """
         tokens = as_token_bytes(token_ids)
         count = len(tokens) // 4
@@ -193,7 +201,7 @@ class HybridMemoryManager:
             raise ConfigError(f"request {request_id!r} has been admitted already, in row {self._row_of[request_id]}")
         if not 1 <= count <= self.max_model_len:
             raise ConfigError(f"request {request_id!r} has {count} tokens; allowed are 1 to {self.max_model_len}")
-        if not -3 <= priority <= 3:
+        if not PRIORITIES[0] <= priority <= PRIORITIES[1]:
             raise ConfigError(f"priority {priority} of request {request_id!r} must be from -3 to 3")
         if not 0 <= image_tokens <= self.max_model_len:
             raise ConfigError(
@@ -201,23 +209,19 @@ class HybridMemoryManager:
             )
         if not self._free_rows:
             raise Exhausted(f"all {self.max_requests} rows are taken")
-        chain = KeyChain(self.base, namespace(self._space, salt, adapter))
-        if self._caching:
-            chain.extend(tokens, sorted(items))
+        space = namespace(self._space, salt, adapter)
         row = self._free_rows.pop()
+        self._sequences.start(row, space, tokens, sorted(items), hashed=self._caching)
         self._row_of[request_id] = row
         self._request_of[row] = request_id
-        self._chain[row] = chain
-        rest = count % self.base
-        self._tail[row, :rest] = np.frombuffer(tokens[len(tokens) - 4 * rest :], dtype="<i4")
-        self._known[row] = self._prompt[row] = count
-        self._image[row] = image_tokens
+        self._salt[row] = salt
+        self.image_tokens[row] = image_tokens
         self._class[row] = CLASS_NORMAL + priority
         return self._start(row)
 
     def resume(self, row: int) -> Admission:
         """Bring a preempted request back: look up what is still cached of all tokens it had."""
-        if self._request_of[row] is None or self._running[row]:
+        if not 0 <= row < self.max_requests or self._request_of[row] is None or self._steps.running[row]:
             raise KvtideError(f"row {row} is not preempted; only a preempted request can be resumed")
         return self._start(row)
 
@@ -228,46 +232,41 @@ class HybridMemoryManager:
 
     def release(self, row: int) -> None:
         """The request has ended, or is aborted: give back its blocks and its row. What has a key stays cached."""
-        if not 0 <= row < self.max_requests or self._request_of[row] is None:
+        request = self._request_of[row] if 0 <= row < self.max_requests else None
+        if request is None:
             raise KvtideError(f"row {row} holds no request; it was released already or never admitted")
-        if self._running[row]:
+        if self._steps.running[row]:
             self._leave(row)
-        request = self._request_of[row]
-        assert request is not None
         del self._row_of[request]
         self._request_of[row] = None
-        self._chain[row] = None
+        self._sequences.end(row)
         self._free_rows.append(row)
 
     def _start(self, row: int) -> Admission:
-        known = int(self._known[row])
+        known, prompt = int(self._sequences.known[row]), int(self._sequences.prompt[row])
         # The token after the known ones has been sampled once decoding has begun; before that the last one is computed.
-        limit = known if known > self._prompt[row] else known - 1
-        chain = self._chain[row]
-        assert chain is not None
-        hit = find_hit(self.groups, self.index, chain.keys, limit, self._drop_last) if self._caching else Hit(0, {}, ())
-        self._take_over(row, hit)
-        self._running[row] = True
-        self._generation[row] += 1
+        hit = self._find(self._sequences.keys(row), known if known > prompt else known - 1)
+        if hit.num_tokens:
+            # All groups pin before anything else is taken, so that no group's growth evicts another's hit.
+            self.pool.acquire(hit.all_ids())
+        for group in self.groups:
+            part = hit.blocks.get(group.number)
+            if part is None:
+                continue
+            if group.is_state:
+                self._checkpoints.setdefault(row, {})[group.number] = part.ids[:, 0]
+            else:
+                group.table.place(row, part.first, part.end, part.ids)
+        self._steps.start(row)
         self.committed[row] = hit.num_tokens
-        self._registered[row] = hit.num_tokens // self.base
-        self._in_flight[row] = 0
+        self._sequences.registered[row] = hit.num_tokens // self.base
         self._changed[:, row] = True
         return Admission(row, hit.num_tokens, hit.limited_by)
 
-    def _take_over(self, row: int, hit: Hit) -> None:
-        if not hit.num_tokens:
-            return
-        # All groups pin before anything else can be taken, so that no group's growth evicts another's hit.
-        self.pool.acquire(np.concatenate([part.ids.ravel() for part in hit.blocks.values()]))
-        for group in self.groups:
-            if group.number not in hit.blocks:
-                continue
-            part = hit.blocks[group.number]
-            if group.is_state:
-                self._sources.setdefault(row, {})[group.number] = part.ids[:, 0]
-            else:
-                group.table.place(row, part.first, part.end, part.ids)
+    def _find(self, keys: Sequence[bytes], max_tokens: int) -> Hit:
+        if not self._caching:
+            return Hit(0, {}, ())
+        return find_hit(self.groups, self.index, keys, max_tokens, self._drop_last)
 
     def _leave(self, row: int) -> None:
         """Give back what a row holds, its tail before its head, in one order over all groups."""
@@ -277,21 +276,20 @@ class HybridMemoryManager:
             ends = (logical + 1) * (group.fmt.block_size or self.max_model_len)
             positions.append(np.repeat(ends, group.fmt.tables))
             blocks.append(ids.T.ravel())
-        for ids in self._sources.pop(row, {}).values():
+        for ids in self._checkpoints.pop(row, {}).values():
             positions.append(np.zeros(len(ids), dtype=np.int64))
             blocks.append(ids)
         held = np.concatenate(blocks)
         held = held[np.argsort(-np.concatenate(positions), kind="stable")]
-        classes = self._classes(held, np.full(len(held), self._class[row]))
-        self._running[row] = False
-        self.committed[row] = self._registered[row] = 0
+        self.committed[row] = self._sequences.registered[row] = 0
         self._changed[:, row] = True
-        if self._in_flight[row]:
-            last = max(step.number for step in self._steps if (step.rows == row).any())
-            self._limbo.append((last, held, classes))
-        else:
-            self.pool.release(held, classes)
-        self._in_flight[row] = 0
+        parting = Parting(held, self._classes(held, np.full(len(held), self._class[row])), self._salt[row])
+        if self._steps.stop(row, parting):
+            self._part(parting)
+
+    def _part(self, parting: Parting) -> None:
+        self.pool.release(parting.ids, parting.classes)
+        self._keep_quota(parting.salt, parting.ids)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -312,13 +310,10 @@ class HybridMemoryManager:
         rows = np.asarray(rows, dtype=np.int64)
         tokens = np.asarray(num_tokens, dtype=np.int64)
         drafts = np.zeros_like(tokens) if num_drafts is None else np.asarray(num_drafts, dtype=np.int64)
-        start = self._check_reserve(rows, tokens, drafts)
-        after = start + tokens
-        upper = after + self.lookahead
-        growths: list[Growth] = []
-        for group in self.groups:
-            stored = self._image[rows] if group.is_cross else upper
-            growths.append(group.growth(rows, stored, after if kv_from_activations else None, self.lookahead))
+        self._steps.check_reserve(rows, tokens, drafts, self.max_step_tokens)
+        start = self.committed[rows] + self._steps.in_flight[rows]
+        self._check_length(rows, start, tokens)
+        growths = self._growths(rows, start + tokens, skip_dead=kv_from_activations)
         needs = [growth.total * group.fmt.tables for group, growth in zip(self.groups, growths, strict=True)]
         if self.pool.pages_short(needs) > 0:
             raise self._exhausted(needs)
@@ -326,22 +321,18 @@ class HybridMemoryManager:
         has_gap = np.zeros(len(rows), dtype=np.bool_)
         for group, growth, need in zip(self.groups, growths, needs, strict=True):
             if need:
+                self._changed[group.number, rows[growth.sinks + growth.counts > 0]] = True
+            if kv_from_activations:
+                has_gap |= growth.gaps > 0
+            if need or kv_from_activations:
                 group.append(rows, growth, self.pool.take(group.number, need))
-                self._changed[group.number, rows[growth.counts + growth.sinks > 0]] = True
-            elif growth.gaps.any():
-                group.append(rows, growth, np.empty(0, dtype=np.int64))
-            has_gap |= growth.gaps > 0
-        copies = self._state_copies(rows)
-        step = _Step(self._next_step, rows, self._generation[rows], tokens, drafts, has_gap)
-        self._next_step += 1
-        self._steps.append(step)
-        self._in_flight[rows] += tokens
+        number = self._steps.push(rows, tokens, drafts, has_gap)
         changed = {}
         for group in self.groups:
             dirty = self._changed[group.number]
             changed[group.name] = np.flatnonzero(dirty)
             dirty[:] = False
-        return Reservation(step.number, rows, start, tokens, changed, copies)
+        return Reservation(number, rows, start, tokens, changed, self._restored(rows))
 
     def slots(self, plan: Reservation, group: str) -> Int64Array:
         """Where the step's tokens are written, `[tables, plan.num_tokens.sum()]`: `entry * block_size + offset`, or -1.
@@ -355,8 +346,7 @@ class HybridMemoryManager:
         return managed.slots(owners, np.repeat(plan.start, plan.num_tokens) + ranges(plan.num_tokens))
 
     def commit(self, rows: npt.ArrayLike, num_accepted: npt.ArrayLike, token_ids: npt.ArrayLike | None = None) -> None:
-        """The oldest step in flight is done: `num_accepted[i]` of its tokens stand in row `rows[i]`, the rest were
-        rejected.
+        """The oldest step in flight is done: `num_accepted[i]` of its tokens stand in row `rows[i]`, the rest do not.
 
         `rows` are the step's rows that are still running, in its order. `token_ids` holds, row by row, the accepted
         tokens that the manager has not seen (those beyond the prompt); it may be left out while there are none. Full
@@ -365,23 +355,28 @@ class HybridMemoryManager:
         """
         rows = np.asarray(rows, dtype=np.int64)
         accepted = np.asarray(num_accepted, dtype=np.int64)
-        step, tokens, drafted, ids = self._check_commit(rows, accepted, token_ids)
-        committed = self.committed[rows]
+        step = self._steps.oldest(rows, accepted)
+        committed = self.committed[rows] + accepted
         if self._caching:
-            self._learn(rows, committed, accepted, ids)
-        self._steps.popleft()
-        self._in_flight[rows] -= tokens
-        self.committed[rows] = committed = committed + accepted
-        self.drafts.record(*drafted)
+            ids = np.frombuffer(as_token_bytes([] if token_ids is None else token_ids), dtype="<i4")
+            unseen = self._sequences.unseen(rows, committed)
+            if len(ids) != unseen.sum():
+                raise KvtideError(
+                    f"token_ids has {len(ids)} tokens; {int(unseen.sum())} of the rows' were not seen before"
+                )
+            if len(ids):
+                self._sequences.learn(rows, unseen, ids)
+        partings = self._steps.retire(step)
+        self.committed[rows] = committed
+        self.drafts.record(step.num_drafts, np.maximum(accepted - (step.num_tokens - step.num_drafts), 0))
         self._settle_states(rows, accepted)
-        if self._caching:
-            self._register(rows, committed)
+        if self._caching and (fresh := self._sequences.register(rows, committed)):
+            self._register(fresh)
         for group in self.groups:
             if group.is_bounded:
                 self._slide(group, rows, committed)
-        while self._limbo and self._limbo[0][0] <= step.number:
-            _, held, classes = self._limbo.popleft()
-            self.pool.release(held, classes)
+        for parting in partings:
+            self._part(parting)
 
     def checkpoint(self, row: int) -> list[Copy]:
         """Keep a copy of a row's recurrent states for later prefix hits.
@@ -390,173 +385,94 @@ class HybridMemoryManager:
         before the next step. Empty when there is no room, or no state.
         """
         self._check_running(row)
-        committed = int(self.committed[row])
-        states = [group for group in self.groups if group.is_state]
-        if not states or not self._caching:
+        committed, in_flight = int(self.committed[row]), int(self._steps.in_flight[row])
+        if not self._states or not self._caching:
             return []
-        if committed % self.base or not committed or self._in_flight[row]:
+        if committed % self.base or not committed or in_flight:
             raise KvtideError(
-                f"row {row} has {committed} committed tokens and {self._in_flight[row]} in flight; "
+                f"row {row} has {committed} committed tokens and {in_flight} in flight; "
                 f"a checkpoint needs a multiple of {self.base} and none in flight"
             )
         needs = [group.fmt.tables if group.is_state else 0 for group in self.groups]
         if self.pool.pages_short(needs) > 0:
             return []
-        chain = self._chain[row]
-        assert chain is not None
-        nodes = self.index.nodes_for([chain.keys[committed // self.base - 1]])
+        # The block that holds the running state exists from the first step on; before it there is nothing to keep.
+        if not all(group.table.end[row] for group in self._states):
+            return []
         copies = []
-        for group in states:
+        for group in self._states:
             ids = self.pool.take(group.number, group.fmt.tables)
-            put = self.index.insert(group.number, nodes.repeat(len(ids)), np.arange(len(ids)), ids)
-            self.pool.set_cached(put)
-            if len(put):
+            number = np.array([committed // self.base - 1])
+            key = self._sequences.keys(row)[committed // self.base - 1]
+            nodes = self.index.nodes_for([key])
+            put = self._put(group, nodes, np.zeros(len(ids), dtype=np.int64), np.arange(len(ids)), ids)
+            if put:
                 copies.append(Copy(group.name, group.table.entries[:, row, 0].copy(), group.table.to_entries(ids)))
+                self._announce(group, FreshKeys(np.array([row]), number, [key]), nodes)
+            self.index.forget_empty(nodes)
             self.pool.release(ids, int(self._class[row]))
-        self.index.forget_empty(nodes)
+            self._keep_quota(self._salt[row], ids)
         return copies
 
     # -- inside a step ------------------------------------------------------------------------------------------------
 
-    def _check_reserve(self, rows: Int64Array, tokens: Int64Array, drafts: Int64Array) -> Int64Array:
-        if rows.ndim != 1 or tokens.shape != rows.shape or drafts.shape != rows.shape:
+    def _check_length(self, rows: Int64Array, start: Int64Array, tokens: Int64Array) -> None:
+        after = start + tokens
+        if after.max(initial=0) > self.max_model_len:
+            at = int(after.argmax())
             raise KvtideError(
-                "rows, num_tokens and num_drafts must be equally long, not "
-                f"{rows.shape}, {tokens.shape}, {drafts.shape}"
+                f"row {int(rows[at])} would have {int(after[at])} tokens; max_model_len is {self.max_model_len}"
             )
-        if len(rows):
-            if rows.min() < 0 or rows.max() >= self.max_requests or not self._running[rows].all():
-                wrong = [row for row in rows.tolist() if not (0 <= row < self.max_requests and self._running[row])]
-                raise KvtideError(f"row {wrong[0]} is not running; admit or resume it first")
-            if np.bincount(rows).max() > 1:
-                raise KvtideError("a row occurs twice in one step")
-            if tokens.min() < 1 or tokens.max() > self.max_step_tokens:
-                raise KvtideError(
-                    f"num_tokens must be from 1 to max_step_tokens {self.max_step_tokens}, "
-                    f"not {tokens.min()} to {tokens.max()}"
-                )
-            if drafts.min() < 0 or (drafts >= tokens).any() or drafts.max() > MAX_DRAFTS:
-                raise KvtideError(f"num_drafts must be from 0 to num_tokens - 1, and at most {MAX_DRAFTS}")
-        if len(self._steps) >= self.max_steps_in_flight:
-            raise KvtideError(f"{len(self._steps)} steps are in flight; commit one first (max_steps_in_flight)")
-        start: Int64Array = self.committed[rows] + self._in_flight[rows]
-        beyond = np.flatnonzero(start + tokens > self.max_model_len)
-        if len(beyond):
-            row = int(rows[beyond[0]])
-            raise KvtideError(
-                f"row {row} would have {int((start + tokens)[beyond[0]])} tokens; max_model_len is {self.max_model_len}"
-            )
-        if self.lookahead and self._in_flight[rows].any() and any(group.is_state for group in self.groups):
+        if self._states and self.lookahead and self._steps.in_flight[rows].any():
             raise KvtideError("recurrent states with drafts need each step committed before the next is reserved")
-        return start
 
-    def _check_commit(
-        self, rows: Int64Array, accepted: Int64Array, token_ids: npt.ArrayLike | None
-    ) -> tuple[_Step, Int64Array, tuple[Int64Array, Int64Array], npt.NDArray[np.int32]]:
-        if not self._steps:
-            raise KvtideError("no step is in flight; reserve one first")
-        step = self._steps[0]
-        alive = step.generation == self._generation[step.rows]
-        alive &= self._running[step.rows]
-        everything = bool(alive.all())
-        expected = step.rows if everything else step.rows[alive]
-        if not np.array_equal(rows, expected):
-            raise KvtideError(
-                f"commit got rows {rows[:8].tolist()}; step {step.number} runs rows {expected[:8].tolist()}"
-            )
-        tokens = step.num_tokens if everything else step.num_tokens[alive]
-        drafts = step.num_drafts if everything else step.num_drafts[alive]
-        gaps = step.has_gap if everything else step.has_gap[alive]
-        if accepted.shape != rows.shape:
-            raise KvtideError(f"num_accepted has shape {accepted.shape}; step {step.number} has {len(rows)} rows")
-        wrong = np.flatnonzero((accepted < 0) | (accepted > tokens) | (gaps & (accepted < tokens)))
-        if len(wrong):
-            at = int(wrong[0])
-            raise KvtideError(
-                f"row {int(rows[at])} commits {int(accepted[at])} tokens of {int(tokens[at])} reserved"
-                + (", some of which had no slot and cannot be rejected" if gaps[at] else "")
-            )
-        ids = np.frombuffer(as_token_bytes([] if token_ids is None else token_ids), dtype="<i4")
-        unseen = np.maximum(self.committed[rows] + accepted - np.maximum(self._known[rows], self.committed[rows]), 0)
-        if self._caching and len(ids) != int(unseen.sum()):
-            raise KvtideError(
-                f"token_ids has {len(ids)} tokens; the rows have {int(unseen.sum())} that were not seen before"
-            )
-        kept = np.clip(accepted - (tokens - drafts), 0, None)
-        return step, tokens, (drafts, kept), ids
+    def _growths(self, rows: Int64Array, after: Int64Array, *, skip_dead: bool) -> list[Growth]:
+        """What each group must take for the rows to have `after[i]` tokens, and the lookahead beyond them."""
+        upper = after + self.lookahead
+        image = self.image_tokens[rows]
+        return [
+            group.growth(rows, image if group.is_cross else upper, after if skip_dead else None, self.lookahead)
+            for group in self.groups
+        ]
 
-    def _learn(self, rows: Int64Array, committed: Int64Array, accepted: Int64Array, ids: npt.NDArray[np.int32]) -> None:
-        """Extend the chains of rows by tokens that were not seen before."""
-        if not len(ids):
-            return
-        known = self._known[rows]
-        counts = np.maximum(committed + accepted - known, 0)
-        filled = known % self.base
-        if len(ids) == len(rows) and counts.min() == 1:
-            owners, places = np.arange(len(rows)), filled  # one token each, as in most decode steps
-        else:
-            owners = np.repeat(np.arange(len(rows)), counts)
-            places = filled[owners] + ranges(counts)
-        inside = places < self.base
-        self._tail[rows[owners[inside]], places[inside]] = ids[inside]
-        self._known[rows] = known + counts
-
-        whole = np.flatnonzero(filled + counts >= self.base)
-        blocks = self._tail[rows[whole]].tobytes()
-        size = 4 * self.base
-        for number, row in enumerate(rows[whole].tolist()):
-            chain = self._chain[row]
-            assert chain is not None
-            chain.add_block(blocks[number * size : (number + 1) * size])
-        ends = np.cumsum(counts)
-        for i in np.flatnonzero(filled + counts > self.base).tolist():
-            row = int(rows[i])
-            chain = self._chain[row]
-            assert chain is not None
-            more = ids[ends[i] - counts[i] + self.base - filled[i] : ends[i]]
-            chain.extend(more.tobytes())
-            rest = len(more) % self.base
-            self._tail[row, :rest] = more[len(more) - rest :]
-
-    def _register(self, rows: Int64Array, committed: Int64Array) -> None:
-        """Give keys to the base blocks that have become whole, and put the rows' blocks under them."""
-        whole = committed // self.base
-        fresh = np.flatnonzero(whole > self._registered[rows])
-        if not len(fresh):
-            return
-        rows, whole = rows[fresh], whole[fresh]
-        before = self._registered[rows]
-        keys: list[bytes] = []
-        for row, begin, end in zip(rows.tolist(), before.tolist(), whole.tolist(), strict=True):
-            chain = self._chain[row]
-            assert chain is not None
-            keys += chain.keys[begin:end]
-        counts = whole - before
-        owners = np.repeat(rows, counts)
-        numbers = np.repeat(before, counts) + ranges(counts)
-        nodes = self.index.nodes_for(keys)
+    def _register(self, fresh: FreshKeys) -> None:
+        """Put the rows' blocks under the keys that have become whole."""
+        nodes = self.index.nodes_for(fresh.keys)
         for group in self.groups:
             if group.is_state or group.is_cross:
                 continue
-            which, columns, ids = group.blocks_of_keys(owners, numbers)
-            self.pool.set_cached(self.index.insert(group.number, nodes[which], columns, ids))
+            which, columns, ids = group.blocks_of_keys(fresh.rows, fresh.numbers)
+            self._put(group, nodes, which, columns, ids)
+            self._announce(group, fresh, nodes)
         # A node can stay empty: a state-only model, or tokens that never had a block.
         self.index.forget_empty(nodes)
-        self._registered[rows] = whole
+
+    def _put(
+        self, group: ManagedGroup, nodes: Int64Array, which: Int64Array, columns: Int64Array, ids: Int64Array
+    ) -> bool:
+        """Put blocks into the cells of `nodes[which]` that are empty; whether any was."""
+        put = self.index.insert(group.number, nodes[which], columns, ids)
+        self.pool.set_cached(put)
+        return len(put) > 0
 
     def _slide(self, group: ManagedGroup, rows: Int64Array, committed: Int64Array) -> None:
         first = group.first_block(committed)
-        moved = np.flatnonzero(first > group.table.first[rows])
-        if not len(moved):
+        moved = first > group.table.first[rows]
+        if not moved.any():
             return
         rows, first = rows[moved], first[moved]
         owners, logical, ids = group.table.slide(rows, first)
         self._changed[group.number, rows] = True
+        # A dead window block is worth keeping only where a hit may end: a little before the end of the prompt.
         slack = (group.fmt.group.spec.reach or 0) + max(JUNCTION_SLACK, 2 * self.base)
-        near_end = (logical + 1) * group.fmt.block_size > self._prompt[owners] - slack
-        classes = np.where(near_end, self._class[owners], CLASS_SCRAP).astype(np.uint8)
+        near_end = (logical + 1) * group.fmt.block_size > self._sequences.prompt[owners] - slack
+        classes = np.where(near_end, self._class[owners], np.uint8(CLASS_SCRAP))
         flat = ids.T.ravel()
         self._release_shared(flat, self._classes(flat, np.repeat(classes, group.fmt.tables)))
+        if self._quotas:
+            salts = np.array([self._salt[row] for row in np.repeat(owners, group.fmt.tables).tolist()])
+            for salt in set(salts.tolist()):
+                self._keep_quota(salt, flat[salts == salt])
 
     def _release_shared(self, ids: Int64Array, classes: npt.NDArray[np.uint8]) -> None:
         """Release blocks of several rows, which may hold one and the same block."""
@@ -573,42 +489,29 @@ class HybridMemoryManager:
         """Eviction classes; blocks of groups that only a drafter has go first, whatever their row's priority."""
         if self._draft_groups:
             owners = self.pool.owner[ids // self.pool.stride]
-            classes = np.where(np.isin(owners, self._draft_groups), CLASS_SCRAP, classes).astype(np.uint8)
+            classes = np.where(np.isin(owners, self._draft_groups), np.uint8(CLASS_SCRAP), classes)
         return classes
 
-    def _state_copies(self, rows: Int64Array) -> list[Copy]:
-        """Copies that bring a hit's checkpoints into the running states; their sources stay pinned until the commit."""
+    def _restored(self, rows: Int64Array) -> list[Copy]:
+        """Copies that bring a hit's checkpoints into the running states."""
         copies: list[Copy] = []
-        if not self._sources:
-            return copies
-        for row in rows.tolist():
-            for number, ids in self._sources.get(row, {}).items():
+        for row in rows.tolist() if self._checkpoints else ():
+            for number, ids in self._checkpoints.get(row, {}).items():
                 table = self.groups[number].table
-                if table.end[row]:
-                    copies.append(
-                        Copy(self.groups[number].name, table.to_entries(ids), table.entries[:, row, 0].copy())
-                    )
+                copies.append(Copy(self.groups[number].name, table.to_entries(ids), table.entries[:, row, 0].copy()))
         return copies
 
     def _settle_states(self, rows: Int64Array, accepted: Int64Array) -> None:
-        """Drop the pins of restored checkpoints, and make the state after the last accepted token the running one."""
-        for row in rows.tolist() if self._sources else ():
-            for ids in self._sources.pop(row, {}).values():
-                self.pool.release(ids, int(self._class[row]))
+        """Let go of restored checkpoints, and make the state after the last accepted token the running one."""
+        for row in rows.tolist() if self._checkpoints else ():
+            for ids in self._checkpoints.pop(row, {}).values():
+                self._part(Parting(ids, np.full(len(ids), self._class[row]), self._salt[row]))
         if not self.lookahead:
             return
-        for group in self.groups:
-            if group.is_state:
-                chosen = np.flatnonzero((accepted > 1) & (accepted <= 1 + self.lookahead))
-                owners, columns = rows[chosen], accepted[chosen] - 1
-                entries = group.table.entries
-                running = entries[:, owners, 0].copy()
-                entries[:, owners, 0] = entries[:, owners, columns]
-                entries[:, owners, columns] = running
-                self._changed[group.number, owners] = True
-
-    def _forget_blocks(self, ids: Int64Array) -> None:
-        self.index.remove(ids)
+        for group in self._states:
+            chosen = (accepted > 1) & (accepted <= 1 + self.lookahead)
+            group.table.swap_to_front(rows[chosen], accepted[chosen] - 1)
+            self._changed[group.number, rows[chosen]] = True
 
     def _exhausted(self, needs: Sequence[int]) -> Exhausted:
         shortfall = {
@@ -617,9 +520,75 @@ class HybridMemoryManager:
             if (short := need - self.pool.spare_blocks(group.number)) > 0
         }
         pages = self.pool.pages_short(needs)
-        would_free = {row: self.blocks_freed_by(row) for row in np.flatnonzero(self._running).tolist()}
+        would_free = {row: self.blocks_freed_by(row) for row in np.flatnonzero(self._steps.running).tolist()}
         wanted = ", ".join(f"{count} blocks of {name}" for name, count in shortfall.items())
         return Exhausted(f"{wanted} need {pages} more pages than can be had", shortfall, pages, would_free)
+
+    # -- the cache ----------------------------------------------------------------------------------------------------
+
+    def pin(self, token_ids: npt.ArrayLike, *, salt: str = "", adapter: str = "", items: Sequence[Item] = ()) -> Pin:
+        """Hold the longest cached prefix of some tokens, so that it cannot be evicted until `unpin`."""
+        chain = KeyChain(self.base, namespace(self._space, salt, adapter))
+        tokens = as_token_bytes(token_ids)
+        chain.extend(tokens, sorted(items))
+        hit = self._find(chain.keys, len(tokens) // 4)
+        number = self._next_pin
+        self._next_pin += 1
+        self._pins[number] = hit.all_ids()
+        self.pool.acquire(self._pins[number])
+        return Pin(number, hit.num_tokens)
+
+    def unpin(self, pin: Pin) -> None:
+        """Let go of a pinned prefix; it stays cached like any other."""
+        ids = self._pins.pop(pin.number, None)
+        if ids is None:
+            raise KvtideError(f"pin {pin.number} is not held; it was let go already")
+        self.pool.release(ids, CLASS_NORMAL)
+
+    def set_quota(self, salt: str, num_bytes: int | str | None) -> None:
+        """Bound the cached bytes that requests of a salt leave behind from now on; None lifts the bound."""
+        self._quotas.set(salt, None if num_bytes is None else parse_bytes(num_bytes))
+
+    def reset_cache(self) -> None:
+        """Forget every cached block that nothing holds."""
+        idle = np.concatenate([self.pool.evictable_blocks(group.number) for group in self.groups])
+        events, self._events = self._events, None
+        self._drop(idle)
+        self._events = events
+        if self._events is not None:
+            self._events.append(AllBlocksCleared())
+
+    def take_events(self) -> list[KvEvent]:
+        """The KV events since the last call; needs `events=True`."""
+        if self._events is None:
+            raise KvtideError("events are off; construct the manager with events=True")
+        events, self._events = self._events, []
+        return events
+
+    def _keep_quota(self, salt: str, released: Int64Array) -> None:
+        self._drop(self._quotas.overrun(salt, released))
+
+    def _drop(self, ids: Int64Array) -> None:
+        if len(ids):
+            self._evicted(ids)
+            self.pool.drop_cached(ids)
+
+    def _evicted(self, ids: Int64Array) -> None:
+        """The pool takes cached blocks for something else."""
+        if self._events is not None:
+            complete = self.index.complete_cells(ids)
+            self._events += [BlockRemoved(key, self.groups[number].name) for key, number in complete]
+        self.index.remove(ids)
+
+    def _announce(self, group: ManagedGroup, fresh: FreshKeys, nodes: Int64Array) -> None:
+        if self._events is None:
+            return
+        whole = (self.index.cells(group.number, nodes) >= 0).all(axis=1)
+        for i in np.flatnonzero(whole).tolist():
+            row, number = int(fresh.rows[i]), int(fresh.numbers[i])
+            parent = self._sequences.keys(row)[number - 1] if number else None
+            ids = self._sequences.token_ids(row, number)
+            self._events.append(BlockStored(fresh.keys[i], parent, ids, group.name))
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -627,6 +596,16 @@ class HybridMemoryManager:
     def tables(self) -> Mapping[str, GroupTable]:
         """Block tables by group name."""
         return {group.name: group.table for group in self.groups}
+
+    @property
+    def running_rows(self) -> Int64Array:
+        """Rows that are running, ascending."""
+        return np.flatnonzero(self._steps.running)
+
+    @property
+    def in_flight(self) -> Int64Array:
+        """Tokens reserved and not yet committed, by row."""
+        return self._steps.in_flight
 
     def group(self, name: str) -> ManagedGroup:
         """A group by name."""
@@ -646,74 +625,27 @@ class HybridMemoryManager:
         """Blocks per group that only this row holds: what preempting it would give back."""
         freed = {}
         for group in self.groups:
-            _, entries = group.table.held(row)
-            ids = group.table.to_ids(entries[entries >= 0])
+            ids = group.table.ids_of(row).ravel()
             freed[group.name] = int((self.pool.refs[ids] == 1).sum())
         return freed
+
+    def pinned_blocks(self) -> Int64Array:
+        """Ids of the blocks that pins hold; a block occurs once per pin."""
+        return np.concatenate([np.empty(0, dtype=np.int64), *self._pins.values()])
 
     def check(self) -> None:
         """All invariants, recomputed from scratch; `AssertionError` on the first that does not hold. For tests."""
         self.pool.check()
         self.index.check(np.flatnonzero(self.pool.cached))
-        expected = np.zeros_like(self.pool.refs)
-        for row in np.flatnonzero(self._running).tolist():
+        holders = [self._steps.held(), self.pinned_blocks()]
+        holders += [ids for checkpoints in self._checkpoints.values() for ids in checkpoints.values()]
+        for row in self.running_rows.tolist():
             for group in self.groups:
-                _, entries = group.table.held(row)
-                ids = group.table.to_ids(entries[entries >= 0])
-                assert (self.pool.owner[ids // self.pool.stride] == group.number).all(), "a table holds another's block"
-                np.add.at(expected, ids, 1)
-                if group.is_bounded:
-                    first = max(int(group.first_block(self.committed[row : row + 1])[0]), group.table.sink_blocks)
-                    assert int(group.table.first[row]) == first, "a window has slid too far, or not far enough"
-        for sources in self._sources.values():
-            for ids in sources.values():
-                np.add.at(expected, ids, 1)
-        for _, ids, _ in self._limbo:
-            np.add.at(expected, ids, 1)
-        for ids in self._holding:
-            np.add.at(expected, ids, 1)
+                group.check(row, int(self.committed[row]), self.pool.owner, self.pool.stride)
+                holders.append(group.table.ids_of(row).ravel())
+        expected = np.bincount(np.concatenate(holders), minlength=len(self.pool.refs))
         assert (expected == self.pool.refs).all(), "references and holders differ"
 
     def _check_running(self, row: int) -> None:
-        if not 0 <= row < self.max_requests or not self._running[row]:
+        if not 0 <= row < self.max_requests or not self._steps.running[row]:
             raise KvtideError(f"row {row} is not running")
-
-    def _make_group(self, number: int, pin_memory: bool) -> ManagedGroup:
-        fmt = self.geometry.formats[number]
-        spec = fmt.group.spec
-        size = fmt.block_size
-        sink_blocks = -(-spec.sinks // size) if isinstance(spec, SinkWindow) else 0
-        if not size:
-            width = 1 + self.lookahead
-        else:
-            longest = self.max_model_len + self.lookahead
-            if spec.reach is not None:
-                longest = min(longest, spec.reach + self.max_step_tokens * self.max_steps_in_flight + self.lookahead)
-            # A span that starts inside a block can touch one block more than its length alone.
-            width = sink_blocks + -(-longest // size) + 1
-        drafts = {layer.index for layer in self.geometry.layout.layers if layer.draft}
-        table = GroupTable(
-            fmt,
-            self.max_requests,
-            width,
-            sink_blocks=sink_blocks,
-            stride=self.pool.stride,
-            page_units=self.geometry.page_bytes // self.geometry.unit,
-            unit=self.geometry.unit,
-            pin_memory=pin_memory,
-        )
-        return ManagedGroup(number, fmt, table, self.base, draft_only=set(fmt.group.layers) <= drafts)
-
-
-def _base_block(geometry: PageGeometry) -> int:
-    """Tokens per key: the smallest block of the groups that need every token, or of all when there are none."""
-    sizes = [fmt.block_size for fmt in geometry.formats if fmt.block_size]
-    whole = [fmt.block_size for fmt in geometry.formats if fmt.block_size and not fmt.group.spec.has_bounded_reach]
-    base = min(whole or sizes, default=16)
-    for fmt in geometry.formats:
-        if fmt.block_size and fmt.block_size % base and base % fmt.block_size:
-            raise ConfigError(
-                f"the block of group {fmt.group.name} has {fmt.block_size} tokens, which neither divides the base "
-                f"block of {base} tokens nor is a multiple of it"
-            )
-    return base

@@ -15,6 +15,7 @@ import numpy as np
 from kvtide.kvcache.specs import Int64Array
 
 EMPTY = -1
+ONE = np.int32(1)
 
 
 class PrefixIndex:
@@ -31,8 +32,6 @@ class PrefixIndex:
         # Both are stored plus one, so that zeroed memory means "none" and costs nothing until it is touched.
         self._node_of = np.zeros(num_blocks, dtype=np.int32)
         self._cell_of = np.zeros(num_blocks, dtype=np.int32)
-        # Key and group of every block removed, when somebody listens.
-        self.removed: list[tuple[bytes, int]] | None = None
 
     def __len__(self) -> int:
         """Keys with at least one cached block."""
@@ -78,7 +77,7 @@ class PrefixIndex:
             # Two rows may bring the same cell in one call: the last one written has it.
             won = self._cells[nodes, columns] == ids
             nodes, columns, ids = nodes[won], columns[won], ids[won]
-        np.add.at(self._filled, nodes, 1)
+        np.add.at(self._filled, nodes, ONE)
         self._node_of[ids] = nodes + 1
         self._cell_of[ids] = columns + 1
         return ids
@@ -89,13 +88,19 @@ class PrefixIndex:
         columns = self._cell_of[ids] - 1
         self._cells[nodes, columns] = EMPTY
         self._node_of[ids] = 0
-        np.subtract.at(self._filled, nodes, 1)
-        if self.removed is not None:
-            groups = np.searchsorted(self._offsets, columns, side="right") - 1
-            self.removed += [
-                (self._keys[node], group) for node, group in zip(nodes.tolist(), groups.tolist(), strict=True)
-            ]
+        np.subtract.at(self._filled, nodes, ONE)
         self.forget_empty(nodes)
+
+    def complete_cells(self, ids: Int64Array) -> list[tuple[bytes, int]]:
+        """Key and group of the complete sets of cells that removing the blocks would break, each once."""
+        nodes = self.node_of(ids)
+        groups = np.searchsorted(self._offsets, self._cell_of[ids] - 1, side="right") - 1
+        broken = set(zip(nodes.tolist(), groups.tolist(), strict=True))
+        return [
+            (self._keys[node], group)
+            for node, group in sorted(broken)
+            if (self._cells[node, self._offsets[group] : self._offsets[group + 1]] != EMPTY).all()
+        ]
 
     def forget_empty(self, nodes: Int64Array) -> None:
         """Forget those of the nodes that have no cell left."""

@@ -129,6 +129,17 @@ class GroupTable:
         taken = entries[0] != NO_BLOCK
         return logical[taken][::-1], self.to_ids(entries[:, taken])[:, ::-1]
 
+    def swap_to_front(self, rows: Int64Array, columns: Int64Array) -> None:
+        """Exchange each row's entry in column 0 with the one in `columns[i]`."""
+        front = self.entries[:, rows, 0].copy()
+        self.entries[:, rows, 0] = self.entries[:, rows, columns]
+        self.entries[:, rows, columns] = front
+
+    def ids_of(self, row: int) -> Int64Array:
+        """Ids `[tables, n]` of the blocks that a row holds."""
+        _, entries = self.held(row)
+        return self.to_ids(entries[:, entries[0] != NO_BLOCK])
+
     def held(self, row: int) -> tuple[Int64Array, npt.NDArray[np.int32]]:
         """Logical numbers and entries `[tables, n]` of a row, in order; -1 entries included."""
         end, first, sinks = int(self.end[row]), int(self.first[row]), self.sink_blocks
