@@ -319,13 +319,11 @@ class HybridMemoryManager:
             raise self._exhausted(needs)
 
         has_gap = np.zeros(len(rows), dtype=np.bool_)
-        for group, growth, need in zip(self.groups, growths, needs, strict=True):
-            if need:
-                self._changed[group.number, rows[growth.sinks + growth.counts > 0]] = True
-            if kv_from_activations:
+        for group, growth, ids in zip(self.groups, growths, self.pool.take(needs), strict=True):
+            if len(ids) or kv_from_activations:
                 has_gap |= growth.gaps > 0
-            if need or kv_from_activations:
-                group.append(rows, growth, self.pool.take(group.number, need))
+                self._changed[group.number, rows[growth.sinks + growth.gaps + growth.counts > 0]] = True
+                group.append(rows, growth, ids)
         number = self._steps.push(rows, tokens, drafts, has_gap)
         changed = {}
         for group in self.groups:
@@ -399,19 +397,23 @@ class HybridMemoryManager:
         # The block that holds the running state exists from the first step on; before it there is nothing to keep.
         if not all(group.table.end[row] for group in self._states):
             return []
+        # Taking may evict, also what this key had; so everything is taken before the node is looked up, and held until
+        # all of it is in its cells.
+        taken = self.pool.take(needs)
+        number = np.array([committed // self.base - 1])
+        key = self._sequences.keys(row)[committed // self.base - 1]
+        nodes = self.index.nodes_for([key])
         copies = []
         for group in self._states:
-            ids = self.pool.take(group.number, group.fmt.tables)
-            number = np.array([committed // self.base - 1])
-            key = self._sequences.keys(row)[committed // self.base - 1]
-            nodes = self.index.nodes_for([key])
+            ids = taken[group.number]
             put = self._put(group, nodes, np.zeros(len(ids), dtype=np.int64), np.arange(len(ids)), ids)
             if put:
                 copies.append(Copy(group.name, group.table.entries[:, row, 0].copy(), group.table.to_entries(ids)))
                 self._announce(group, FreshKeys(np.array([row]), number, [key]), nodes)
-            self.index.forget_empty(nodes)
-            self.pool.release(ids, int(self._class[row]))
-            self._keep_quota(self._salt[row], ids)
+        self.index.forget_empty(nodes)
+        for group in self._states:
+            self.pool.release(taken[group.number], int(self._class[row]))
+            self._keep_quota(self._salt[row], taken[group.number])
         return copies
 
     # -- inside a step ------------------------------------------------------------------------------------------------

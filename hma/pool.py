@@ -97,16 +97,29 @@ class PagePool:
                 pages += -(-beyond // self.per_page[group])
         return pages - self.reclaimable_pages
 
-    def take(self, group: int, count: int) -> Int64Array:
-        """Reference `count` blocks of a group. The caller has checked `pages_short` for everything it takes."""
+    def take(self, needs: Sequence[int]) -> list[Int64Array]:
+        """Reference `needs[group]` blocks of every group. The caller has checked `pages_short(needs)`."""
+        beyond_need = -self.pages_short(needs)
+        taken = []
+        for group, need in enumerate(needs):
+            # A group may claim pages before it has used up its own, but never those that another one cannot do without.
+            required = max(0, -(-(need - self.spare_blocks(group)) // self.per_page[group]))
+            active = self._num_active
+            taken.append(self._take(group, need, required + beyond_need))
+            beyond_need -= self._num_active - active - required
+        return taken
+
+    def _take(self, group: int, count: int, max_pages: int) -> Int64Array:
         if not count:
             return np.empty(0, dtype=np.int64)
         parts = [self._slots[group].pop(count)]
         missing = count - len(parts[0])
+        limit = self._num_active + max_pages
         while missing:
-            fresh = self._claim_free_pages(group, missing)
+            wanted = min(-(-missing // self.per_page[group]), limit - self._num_active)
+            fresh = self._claim_free_pages(group, wanted)
             if not len(fresh):
-                fresh = self._evict(group, missing)
+                fresh = self._evict(group, missing, wanted)
             parts.append(fresh[:missing])
             self._push_free(fresh[missing:])
             missing -= len(parts[-1])
@@ -251,9 +264,8 @@ class PagePool:
         self._returned[self._num_returned : self._num_returned + len(pages)] = pages[::-1]
         self._num_returned += len(pages)
 
-    def _claim_free_pages(self, group: int, blocks: int) -> Int64Array:
-        """Blocks of free pages, enough for `blocks` if there are as many; the pages now belong to the group."""
-        wanted = -(-blocks // self.per_page[group])
+    def _claim_free_pages(self, group: int, wanted: int) -> Int64Array:
+        """Blocks of up to `wanted` free pages, which now belong to the group."""
         reused = min(wanted, self._num_returned)
         self._num_returned -= reused
         pages = self._returned[self._num_returned : self._num_returned + reused][::-1]
@@ -274,17 +286,21 @@ class PagePool:
             return pages * self.stride
         return (pages[:, None] * self.stride + np.arange(self.per_page[group])).ravel()
 
-    def _evict(self, group: int, blocks: int) -> Int64Array:
-        """Blocks for a group out of cached content: the lowest class first, in it the least recently used."""
+    def _evict(self, group: int, blocks: int, max_pages: int) -> Int64Array:
+        """Blocks for a group out of cached content: the lowest class first, in it the least recently used.
+
+        With `max_pages` 0 they come from the group's own active pages.
+        """
         for number in range(NUM_CLASSES):
             ring, pages = self._blocks[group][number], self._pages[number]
-            block_stamp, page_stamp = ring.head_stamp(), pages.head_stamp()
+            block_stamp = ring.head_stamp()
+            page_stamp = pages.head_stamp() if max_pages else NO_STAMP
             if block_stamp < page_stamp:
                 ids = ring.pop(blocks, before=page_stamp)
                 self._forget(ids)
                 return ids
             if page_stamp < NO_STAMP:
-                chosen = pages.pop(-(-blocks // self.per_page[group]), before=block_stamp)
+                chosen = pages.pop(max_pages, before=block_stamp)
                 ids = (chosen[:, None] * self.stride + np.arange(self.stride)).ravel()
                 self._forget(ids[self.cached[ids]])
                 return self._own(group, chosen)
