@@ -330,7 +330,9 @@ class HybridMemoryManager:
             dirty = self._changed[group.number]
             changed[group.name] = np.flatnonzero(dirty)
             dirty[:] = False
-        return Reservation(number, rows, start, tokens, changed, self._restored(rows))
+        # A row that had nothing in flight before starts from its checkpoint; a second step goes on from the first.
+        restored = self._restored(rows[start == self.committed[rows]])
+        return Reservation(number, rows, start, tokens, changed, restored)
 
     def slots(self, plan: Reservation, group: str) -> Int64Array:
         """Where the step's tokens are written, `[tables, plan.num_tokens.sum()]`: `entry * block_size + offset`, or -1.
