@@ -52,28 +52,30 @@ def namespace(*parts: str | bytes) -> bytes:
 class KeyChain:
     """The keys of one sequence, extended block by block. `keys[i]` covers tokens `[0, (i + 1) * block_size)`."""
 
-    __slots__ = ("_block_bytes", "_digest", "keys")
+    __slots__ = ("_block_bytes", "_digest", "_pending", "keys")
 
     def __init__(self, block_size: int, space: bytes) -> None:
         self._block_bytes = 4 * block_size
         self._digest = blake2b(space, digest_size=KEY_BYTES, person=b"kvtide-block-key")
+        self._pending: deque[Item] = deque()
         self.keys: list[bytes] = []
 
     def extend(self, tokens: bytes, items: Sequence[Item] = ()) -> None:
         """Add the whole blocks of `tokens` (bytes of int32; a partial block at the end is left out).
 
-        `items` are sorted by position; those that start in the new blocks enter the chain.
+        `items` are sorted by position; each enters the chain before the block in which it starts, which may come later.
         """
         size = self._block_bytes
-        pending = deque(items)
+        self._pending.extend(items)
         for start in range(0, len(tokens) - size + 1, size):
-            while pending and pending[0].position * 4 < (len(self.keys) + 1) * size:
-                position, content = pending.popleft()
-                self._digest.update(np.array([-1, position, len(content)], dtype="<i4").tobytes())
-                self._digest.update(content)
             self.add_block(tokens[start : start + size])
 
     def add_block(self, tokens: bytes) -> None:
-        """Add one block, without items."""
+        """Add one block, and the items that start in it."""
+        pending = self._pending
+        while pending and pending[0].position * 4 < (len(self.keys) + 1) * self._block_bytes:
+            position, content = pending.popleft()
+            self._digest.update(np.array([-1, position, len(content)], dtype="<i4").tobytes())
+            self._digest.update(content)
         self._digest.update(tokens)
         self.keys.append(self._digest.copy().digest())

@@ -207,6 +207,9 @@ class HybridMemoryManager:
             raise ConfigError(
                 f"image_tokens {image_tokens} of request {request_id!r} must be from 0 to {self.max_model_len}"
             )
+        for item in items:
+            if not 0 <= item.position < count:
+                raise ConfigError(f"an item of request {request_id!r} starts at {item.position}, of {count} tokens")
         if not self._free_rows:
             raise Exhausted(f"all {self.max_requests} rows are taken")
         space = namespace(self._space, salt, adapter)
