@@ -34,7 +34,7 @@ from .pool import CLASS_NORMAL, CLASS_SCRAP, PagePool
 from .prefix_index import PrefixIndex
 from .quotas import Quotas
 from .sequences import FreshKeys, Sequences
-from .steps import MAX_DRAFTS, Parting, StepQueue
+from .steps import MAX_DRAFTS, Parting, Step, StepQueue
 from .tables import GroupTable, ranges
 
 # Tokens behind the window that a prompt's end keeps at full value, so that a prompt which parts a little earlier still
@@ -359,6 +359,7 @@ class HybridMemoryManager:
         rows = np.asarray(rows, dtype=np.int64)
         accepted = np.asarray(num_accepted, dtype=np.int64)
         step = self._steps.oldest(rows, accepted)
+        self._check_states(step, accepted)
         committed = self.committed[rows] + accepted
         if self._caching:
             ids = np.frombuffer(as_token_bytes([] if token_ids is None else token_ids), dtype="<i4")
@@ -432,6 +433,16 @@ class HybridMemoryManager:
             )
         if self._states and self.lookahead and self._steps.in_flight[rows].any():
             raise KvtideError("recurrent states with drafts need each step committed before the next is reserved")
+
+    def _check_states(self, step: Step, accepted: Int64Array) -> None:
+        """A step keeps the state after each of its tokens if `lookahead` has room for them, else after the last one."""
+        lost = (accepted == 0) | ((accepted < step.num_tokens) & (step.num_tokens > 1 + self.lookahead))
+        if self._states and lost.any():
+            at = int(lost.argmax())
+            raise KvtideError(
+                f"row {int(step.rows[at])} commits {int(accepted[at])} of {int(step.num_tokens[at])} tokens, but its "
+                "recurrent state after them was not kept; preempt it to begin again from a checkpoint"
+            )
 
     def _growths(self, rows: Int64Array, after: Int64Array, *, skip_dead: bool) -> list[Growth]:
         """What each group must take for the rows to have `after[i]` tokens, and the lookahead beyond them."""
