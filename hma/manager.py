@@ -310,9 +310,10 @@ class HybridMemoryManager:
         the step's own keys and values from its activations, so that tokens which are out of reach once the step is done
         get no block (slot -1). `Exhausted` when the blocks do not fit: then nothing has changed.
         """
-        rows = np.asarray(rows, dtype=np.int64)
-        tokens = np.asarray(num_tokens, dtype=np.int64)
-        drafts = np.zeros_like(tokens) if num_drafts is None else np.asarray(num_drafts, dtype=np.int64)
+        # Copies, since they are kept until the commit and engines reuse their arrays.
+        rows = np.array(rows, dtype=np.int64)
+        tokens = np.array(num_tokens, dtype=np.int64)
+        drafts = np.zeros_like(tokens) if num_drafts is None else np.array(num_drafts, dtype=np.int64)
         self._steps.check_reserve(rows, tokens, drafts, self.max_step_tokens)
         start = self.committed[rows] + self._steps.in_flight[rows]
         self._check_length(rows, start, tokens)
