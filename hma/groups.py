@@ -167,7 +167,7 @@ class ManagedGroup:
 
 def base_block(geometry: PageGeometry) -> int:
     """Tokens per key: the smallest block of the groups that need every token, or of all when there are none."""
-    paged = [fmt for fmt in geometry.formats if fmt.block_size]
+    paged = [fmt for fmt in geometry.formats if fmt.block_size and not fmt.group.spec.per_image]
     whole = [fmt.block_size for fmt in paged if fmt.keeps_all or not fmt.group.spec.has_bounded_reach]
     base = min(whole or [fmt.block_size for fmt in paged], default=16)
     for fmt in paged:
