@@ -85,7 +85,7 @@ class ManagedGroup:
     def growth(self, rows: Int64Array, upper: Int64Array, after: Int64Array | None, lookahead: int) -> Growth:
         """Blocks to take so that each row can hold `upper` tokens (image tokens for cross attention).
 
-        `after` are the committed lengths once the step is done, given when tokens dead by then need no slot.
+        `after` are the least committed lengths once the step is done, given when tokens dead by then need no slot.
         """
         table = self.table
         none = np.zeros_like(rows)

@@ -317,7 +317,9 @@ class HybridMemoryManager:
         self._steps.check_reserve(rows, tokens, drafts, self.max_step_tokens)
         start = self.committed[rows] + self._steps.in_flight[rows]
         self._check_length(rows, start, tokens)
-        growths = self._growths(rows, start + tokens, skip_dead=kv_from_activations)
+        # Drafts, of this step and of those in flight, may all be rejected: what is dead must be dead without them.
+        sure = start + tokens - drafts - self._steps.drafts_in_flight[rows]
+        growths = self._growths(rows, start + tokens, sure if kv_from_activations else None)
         needs = [growth.total * group.fmt.tables for group, growth in zip(self.groups, growths, strict=True)]
         if self.pool.pages_short(needs) > 0:
             raise self._exhausted(needs)
@@ -445,12 +447,15 @@ class HybridMemoryManager:
                 "recurrent state after them was not kept; preempt it to begin again from a checkpoint"
             )
 
-    def _growths(self, rows: Int64Array, after: Int64Array, *, skip_dead: bool) -> list[Growth]:
-        """What each group must take for the rows to have `after[i]` tokens, and the lookahead beyond them."""
+    def _growths(self, rows: Int64Array, after: Int64Array, sure: Int64Array | None) -> list[Growth]:
+        """What each group must take for the rows to have `after[i]` tokens, and the lookahead beyond them.
+
+        With `sure`, the least tokens that will be committed by then, what is out of reach at that length is not taken.
+        """
         upper = after + self.lookahead
         image = self.image_tokens[rows]
         return [
-            group.growth(rows, image if group.is_cross else upper, after if skip_dead else None, self.lookahead)
+            group.growth(rows, image if group.is_cross else upper, sure, self.lookahead)
             for group in self.groups
         ]
 

@@ -49,12 +49,13 @@ class StepQueue:
         self.running = np.zeros(max_requests, dtype=np.bool_)
         self.generation = np.zeros(max_requests, dtype=np.int64)
         self.in_flight = np.zeros(max_requests, dtype=np.int64)
+        self.drafts_in_flight = np.zeros(max_requests, dtype=np.int64)
 
     def start(self, row: int) -> None:
         """A row begins to run, as a new request or a resumed one."""
         self.running[row] = True
         self.generation[row] += 1
-        self.in_flight[row] = 0
+        self.in_flight[row] = self.drafts_in_flight[row] = 0
 
     def stop(self, row: int, parting: Parting) -> bool:
         """A row stops running. True when its blocks can be let go at once; else they wait for its last step."""
@@ -63,7 +64,7 @@ class StepQueue:
             last = max(step.number for step in self._steps if (step.rows == row).any())
             self._waiting.append((last, parting))
         self.running[row] = False
-        self.in_flight[row] = 0
+        self.in_flight[row] = self.drafts_in_flight[row] = 0
         return not busy
 
     def check_reserve(self, rows: Int64Array, tokens: Int64Array, drafts: Int64Array, most_tokens: int) -> None:
@@ -95,6 +96,7 @@ class StepQueue:
         self._next_number += 1
         self._steps.append(Step(number, rows, self.generation[rows], tokens, drafts, has_gap))
         self.in_flight[rows] += tokens
+        self.drafts_in_flight[rows] += drafts
         return number
 
     def oldest(self, rows: Int64Array, accepted: Int64Array) -> Step:
@@ -111,10 +113,16 @@ class StepQueue:
             )
         if accepted.shape != rows.shape:
             raise KvtideError(f"num_accepted has shape {accepted.shape}; step {step.number} has {len(rows)} rows")
-        wrong = (accepted < 0) | (accepted > step.num_tokens) | (step.has_gap & (accepted < step.num_tokens))
+        # Once tokens have got no slot, no row may fall back behind what was sure to be committed: all but the drafts.
+        gap = step.has_gap.copy()
+        for later in self._steps:
+            if later.has_gap.any():
+                gap |= np.isin(rows, later.rows[later.has_gap & (later.generation == self.generation[later.rows])])
+        wrong = (accepted < 0) | (accepted > step.num_tokens)
+        wrong |= gap & (accepted < step.num_tokens - step.num_drafts)
         if wrong.any():
             at = int(wrong.argmax())
-            reason = ", some of which had no slot and cannot be rejected" if step.has_gap[at] else ""
+            reason = "; tokens that are no drafts cannot be rejected once some had no slot" if gap[at] else ""
             raise KvtideError(
                 f"row {int(rows[at])} commits {int(accepted[at])} tokens of {int(step.num_tokens[at])} reserved{reason}"
             )
@@ -124,6 +132,7 @@ class StepQueue:
         """The oldest step is done; returns the blocks that waited for it."""
         self._steps.popleft()
         self.in_flight[step.rows] -= step.num_tokens
+        self.drafts_in_flight[step.rows] -= step.num_drafts
         ready = []
         while self._waiting and self._waiting[0][0] <= step.number:
             ready.append(self._waiting.popleft()[1])
