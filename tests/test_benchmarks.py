@@ -1,0 +1,74 @@
+"""The benchmarks run and write what they promise. What they measure is not asserted: see `benchmarks/`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def run(script: str, json_file: Path, *arguments: str, **environment: str) -> tuple[dict[str, Any], str]:
+    """Run a benchmark in tiny sizes; its JSON, and what it said on stderr."""
+    inherited = {name: value for name, value in os.environ.items() if name != "KVTIDE_VLLM_PYTHON"}
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / script, "--smoke", "--json", json_file, *arguments],
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(json_file.read_text())
+    assert set(document) == {"figures", "versions", "machine"}
+    assert {"python", "kvtide", "numpy"} <= set(document["versions"])
+    assert {"cpu", "cores", "load_average"} <= set(document["machine"])
+    for name, figure in document["figures"].items():
+        assert set(figure) == {"value", "unit", "peer", "ratio", "target", "met"}, name
+        assert name[:20] in done.stdout
+    return document["figures"], done.stderr
+
+
+def test_allocator_without_a_peer_leaves_its_figures_null(tmp_path: Path) -> None:
+    figures, complaint = run("allocator.py", tmp_path / "out.json")
+    assert "no peer" in complaint
+    for name in ("decode_step", "cold_prompt", "full_hit"):
+        assert figures[name]["value"] > 0
+        assert figures[name]["peer"] is figures[name]["ratio"] is figures[name]["met"] is None
+        assert figures[name]["target"].startswith("ratio >= ")
+    for name in ("state", "row_cost_growth", "batch_growth", "context_growth", "pool_construction", "pool_growth"):
+        assert figures[name]["value"] > 0
+        assert figures[name]["peer"] is None
+
+
+@pytest.mark.parametrize("python", [sys.executable, "/nowhere/python"])
+def test_a_python_without_vllm_is_no_peer(python: str, tmp_path: Path) -> None:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        from peer_process import PeerError, PeerProcess
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    with pytest.raises(PeerError, match=r"No module named|cannot be run"):
+        PeerProcess(Path(python))
+
+
+def test_waste(shared: Path, tmp_path: Path) -> None:
+    figures, complaint = run("waste.py", tmp_path / "out.json", KVTIDE_SHARED=str(shared))
+    assert not complaint
+    kvtide = figures["gemma-3-27b/kvtide"]
+    assert kvtide["peer"] == min(figures[f"gemma-3-27b/{policy}"]["value"] for policy in ("uniform", "grouped", "lcm"))
+    assert kvtide["ratio"] == pytest.approx(kvtide["peer"] / kvtide["value"])
+    assert kvtide["met"] is (kvtide["ratio"] > 1)
+
+
+def test_waste_without_the_trace_is_null_and_says_so(tmp_path: Path) -> None:
+    figures, complaint = run("waste.py", tmp_path / "out.json", KVTIDE_SHARED=str(tmp_path))
+    assert "KVTIDE_SHARED" in complaint
+    for figure in figures.values():
+        assert figure["value"] is figure["peer"] is figure["met"] is None
