@@ -27,6 +27,7 @@ from .options import (
     print_json,
     require_positive,
 )
+from .replay import print_replay, replay_json, run_replays
 
 
 @click.command("waste")
@@ -49,6 +50,16 @@ from .options import (
 )
 @click.option("--seed", default=0, show_default=True, help="Seed for traces that are distributions.")
 @click.option("--num-requests", type=int, help="Stop after this many requests.")
+@click.option("--replay", is_flag=True, help="Replay the trace through the real manager, and integrate over time.")
+@click.option("--concurrency", default=32, show_default=True, help="With --replay: requests that run at a time.")
+@click.option(
+    "--max-num-batched-tokens", default=8192, show_default=True, help="With --replay: tokens that one step may process."
+)
+@click.option(
+    "--kv-from-activations",
+    is_flag=True,
+    help="With --replay: the engine's prefill kernel reads new keys and values from its activations.",
+)
 @json_option
 def command(
     model: str,
@@ -67,6 +78,10 @@ def command(
     tokens_per_image: int,
     seed: int,
     num_requests: int | None,
+    replay: bool,
+    concurrency: int,
+    max_num_batched_tokens: int,
+    kv_from_activations: bool,
     as_json: bool,
 ) -> None:
     """Show where the KV bytes go, by cause, under each policy.
@@ -78,16 +93,24 @@ def command(
     Examples:
       kvtide waste --model gemma-3-27b --trace demo
       kvtide waste --model llama-3.2-11b-vision --text-tokens 43 --image-tokens 6193
+      kvtide waste --model gemma-3-27b --trace demo --replay --concurrency 16 --policy grouped,kvtide
       kvtide waste --model config.json --trace log.csv --trace-columns input=prompt,output=completion
     """
     layout = load_layout(model, kv_dtype, tp, speculative)
     plans = geometries(layout, policies, block_size, min_block_size)
-    for name, value in (("--num-requests", num_requests), ("--tokens", tokens)):
+    for name, value in (
+        ("--num-requests", num_requests),
+        ("--tokens", tokens),
+        ("--concurrency", concurrency),
+        ("--max-num-batched-tokens", max_num_batched_tokens),
+    ):
         require_positive(name, value)
     notes: Sequence[str] = ()
     if trace is None:
-        if trace_columns or trace_format or num_requests:
-            raise ConfigError("--trace-format, --trace-columns and --num-requests describe a trace; give --trace")
+        if trace_columns or trace_format or num_requests or replay:
+            raise ConfigError(
+                "--trace-format, --trace-columns, --num-requests and --replay are about a trace; give --trace"
+            )
         workload: dict[str, Any] = {"tokens": _single_tokens(tokens, text_tokens, image_tokens)}
         report = measure_waste(plans, [_single(tokens, text_tokens, image_tokens)])
     else:
@@ -103,9 +126,31 @@ def command(
             seed=seed,
             num_requests=num_requests,
         )
-        notes = stream.notes
+        if replay:
+            results = run_replays(
+                plans,
+                list(_with_progress(stream)),
+                concurrency=concurrency,
+                step_tokens=max_num_batched_tokens,
+                kv_from_activations=kv_from_activations,
+            )
+            if as_json:
+                print_json(
+                    {
+                        "model": layout.name,
+                        "trace": stream.name,
+                        "accounting": "time-integrated",
+                        "concurrency": concurrency,
+                        "policies": {result.policy: replay_json(result) for result in results},
+                        "notes": [*layout.notes, *stream.notes],
+                    }
+                )
+            else:
+                print_replay(layout, stream.name, concurrency, results)
+            return
         workload = {"trace": stream.name}
         report = measure_waste(plans, _with_progress(stream))
+        notes = stream.notes
     if as_json:
         print_json({**_as_json(layout, workload, report), "notes": [*layout.notes, *notes]})
     else:
@@ -186,7 +231,11 @@ def _policy_json(waste: Waste) -> dict[str, Any]:
 
 def _print(layout: ModelLayout, workload: str, report: WasteReport, notes: Sequence[str]) -> None:
     out = console()
-    causes = [cause for cause in report.policies[0].by_cause if cause != "needed"]
+    causes = [
+        cause
+        for cause in report.policies[0].by_cause
+        if cause != "needed" and any(waste.by_cause[cause] for waste in report.policies)
+    ]
     table = Table(
         title=f"KV memory of {layout.name} on {workload}: {report.requests:,} requests, {report.tokens:,} tokens, "
         "each at its final length",

@@ -1,9 +1,11 @@
 """Who owns which block now: the hybrid memory manager, drafts and thinking budgets."""
 
+from .accounting import MemoryByCause
 from .drafts import DraftAccounting, DraftCounts
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from .hashing import Item
 from .manager import Admission, Copy, HybridMemoryManager, Pin, Reservation
+from .planner import fits
 from .thinking import Forcing, ThinkingBudget, ThinkingMarkers
 
 __all__ = [
@@ -18,8 +20,10 @@ __all__ = [
     "HybridMemoryManager",
     "Item",
     "KvEvent",
+    "MemoryByCause",
     "Pin",
     "Reservation",
     "ThinkingBudget",
     "ThinkingMarkers",
+    "fits",
 ]

@@ -28,11 +28,16 @@ class GroupHit(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """A hit of `num_tokens`; `limited_by` names the groups that could not serve the next longer length."""
+    """A hit of `num_tokens`; `limited_by` names the groups that could not serve the next longer length.
+
+    `junction` is where this prompt parts from what was computed before: the longest length that the groups which keep
+    everything could serve. Others may part there too.
+    """
 
     num_tokens: int
     blocks: dict[int, GroupHit]
     limited_by: tuple[str, ...]
+    junction: int = 0
 
     def all_ids(self) -> Int64Array:
         """Ids of all blocks of the hit."""
@@ -62,12 +67,17 @@ def find_hit(
     if drop_last:
         agreed = agreed[:-1]
     best = int(agreed[-1]) if len(agreed) else -1
+    keeping = [serves[group.number] for group in cacheable if not (group.is_bounded or group.is_state)]
+    whole = np.flatnonzero(np.logical_and.reduce(keeping)) if keeping else agreed
+    junction = int(lengths[whole[-1]]) if len(whole) else 0
     beyond = min(best + 1, len(keys) - 1)
     limited = tuple(group.name for group in cacheable if not serves[group.number][beyond])
     if best < 0:
-        return Hit(0, {}, limited)
+        return Hit(0, {}, limited, junction)
     length = int(lengths[best])
-    return Hit(length, {group.number: _blocks(group, ids[group.number], length) for group in cacheable}, limited)
+    return Hit(
+        length, {group.number: _blocks(group, ids[group.number], length) for group in cacheable}, limited, junction
+    )
 
 
 def _ids_by_block(group: ManagedGroup, index: PrefixIndex, nodes: Int64Array) -> Int64Array:

@@ -25,6 +25,7 @@ from kvtide.kvcache.sizes import parse_bytes
 from kvtide.kvcache.solver import solve_geometry
 from kvtide.kvcache.specs import Int64Array
 
+from .accounting import MemoryByCause, account
 from .drafts import DraftAccounting
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from .groups import Growth, ManagedGroup, base_block, make_groups
@@ -39,7 +40,7 @@ from .tables import GroupTable, ranges
 
 # Tokens behind the window that a prompt's end keeps at full value, so that a prompt which parts a little earlier still
 # finds its window; never less than two base blocks.
-JUNCTION_SLACK = 64
+JUNCTION_SLACK = 512
 PRIORITIES = (-3, 3)
 
 
@@ -169,6 +170,7 @@ class HybridMemoryManager:
         self._salt: list[str] = [""] * max_requests
         self._free_rows = list(range(max_requests - 1, -1, -1))
         self._class = np.zeros(max_requests, dtype=np.uint8)
+        self._junction = np.zeros(max_requests, dtype=np.int64)
         self._changed = np.zeros((len(self.groups), max_requests), dtype=np.bool_)
         # Checkpoints that a row's states are restored from, by row and group; they stay referenced until the commit.
         self._checkpoints: dict[int, dict[int, Int64Array]] = {}
@@ -263,6 +265,7 @@ class HybridMemoryManager:
         self._steps.start(row)
         self.committed[row] = hit.num_tokens
         self._sequences.registered[row] = hit.num_tokens // self.base
+        self._junction[row] = hit.junction
         self._changed[:, row] = True
         return Admission(row, hit.num_tokens, hit.limited_by)
 
@@ -454,10 +457,7 @@ class HybridMemoryManager:
         """
         upper = after + self.lookahead
         image = self.image_tokens[rows]
-        return [
-            group.growth(rows, image if group.is_cross else upper, sure, self.lookahead)
-            for group in self.groups
-        ]
+        return [group.growth(rows, image if group.is_cross else upper, sure, self.lookahead) for group in self.groups]
 
     def _register(self, fresh: FreshKeys) -> None:
         """Put the rows' blocks under the keys that have become whole."""
@@ -487,10 +487,14 @@ class HybridMemoryManager:
         rows, first = rows[moved], first[moved]
         owners, logical, ids = group.table.slide(rows, first)
         self._changed[group.number, rows] = True
-        # A dead window block is worth keeping only where a hit may end: a little before the end of the prompt.
-        slack = (group.fmt.group.spec.reach or 0) + max(JUNCTION_SLACK, 2 * self.base)
-        near_end = (logical + 1) * group.fmt.block_size > self._sequences.prompt[owners] - slack
-        classes = np.where(near_end, self._class[owners], np.uint8(CLASS_SCRAP))
+        # A dead window block is worth keeping only where a hit may end: a little before the end of the prompt, and
+        # where this prompt parted from an earlier one.
+        end = (logical + 1) * group.fmt.block_size
+        reach, slack = group.fmt.group.spec.reach or 0, max(JUNCTION_SLACK, 2 * self.base)
+        junction = self._junction[owners]
+        useful = end > self._sequences.prompt[owners] - reach - slack
+        useful |= (end > junction - reach) & (end <= junction)
+        classes = np.where(useful, self._class[owners], np.uint8(CLASS_SCRAP))
         flat = ids.T.ravel()
         self._release_shared(flat, self._classes(flat, np.repeat(classes, group.fmt.tables)))
         if self._quotas:
@@ -616,6 +620,10 @@ class HybridMemoryManager:
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
+    def stats(self) -> MemoryByCause:
+        """Bytes of the pool by cause; they add up to the pool. Looks at everything: not for every step."""
+        return account(self)
+
     @property
     def tables(self) -> Mapping[str, GroupTable]:
         """Block tables by group name."""
@@ -644,6 +652,10 @@ class HybridMemoryManager:
             return self._row_of[request_id]
         except KeyError:
             raise KvtideError(f"request {request_id!r} is not admitted") from None
+
+    def num_tokens(self, row: int) -> int:
+        """Tokens of a row's request that the manager knows: its prompt, and what was committed beyond it."""
+        return int(self._sequences.known[row])
 
     def blocks_freed_by(self, row: int) -> dict[str, int]:
         """Blocks per group that only this row holds: what preempting it would give back."""

@@ -184,7 +184,14 @@ class PagePool:
 
     def counts(self, group: int) -> PoolCounts:
         """Blocks of a group by state; looks at every page."""
-        ids = self._blocks_of(group)
+        return self._count(self._blocks_of(group))
+
+    def active_counts(self, group: int) -> PoolCounts:
+        """Blocks of a group's active pages by state; looks at every page."""
+        active = self.page_refs[: self._fresh] > 0
+        return self._count(self._blocks_in(group, np.flatnonzero(active & (self.owner[: self._fresh] == group))))
+
+    def _count(self, ids: Int64Array) -> PoolCounts:
         referenced = int((self.refs[ids] > 0).sum())
         evictable = int((self.cached[ids] & (self.refs[ids] == 0)).sum())
         return PoolCounts(len(ids) - referenced - evictable, evictable, referenced)
@@ -372,7 +379,9 @@ class PagePool:
         return is_valid
 
     def _blocks_of(self, group: int) -> Int64Array:
-        pages = np.flatnonzero(self.owner[: self._fresh] == group)
+        return self._blocks_in(group, np.flatnonzero(self.owner[: self._fresh] == group))
+
+    def _blocks_in(self, group: int, pages: Int64Array) -> Int64Array:
         return (pages[:, None] * self.stride + np.arange(self.per_page[group])).ravel()
 
     # -- invariants ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,86 @@
+"""What `kvtide waste --replay` prints: memory held over time under each policy, by cause."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvtide.kvcache.geometry import PageGeometry
+from kvtide.kvcache.layout import ModelLayout
+from kvtide.sims.replay import ReplayWaste, replay
+from kvtide.sims.traces import Request
+
+from .options import console, human_bytes
+
+
+def run_replays(
+    plans: Sequence[PageGeometry],
+    requests: Sequence[Request],
+    *,
+    concurrency: int,
+    step_tokens: int,
+    kv_from_activations: bool,
+) -> list[ReplayWaste]:
+    """Replay the trace under every policy; draws a bar on stderr meanwhile, if that is a terminal."""
+    err = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        results = []
+        for plan in plans:
+            task = progress.add_task(f"replaying {plan.policy}", total=len(requests))
+            results.append(
+                replay(
+                    plan,
+                    requests,
+                    concurrency=concurrency,
+                    step_tokens=step_tokens,
+                    kv_from_activations=kv_from_activations,
+                    on_request=lambda task=task: progress.advance(task),  # type: ignore[misc]
+                )
+            )
+    return results
+
+
+def replay_json(result: ReplayWaste) -> dict[str, Any]:
+    """One policy's figures, with the keys of the final-length report and those that only a replay has."""
+    return {
+        "allocated_bytes": result.held_bytes,
+        "needed_bytes": result.mean_bytes["needed"],
+        "waste_fraction": result.waste_fraction,
+        "by_cause": result.mean_bytes,
+        "hit_rate": result.hit_rate,
+        "steps": result.steps,
+    }
+
+
+def print_replay(layout: ModelLayout, workload: str, concurrency: int, results: Sequence[ReplayWaste]) -> None:
+    """The table for people."""
+    causes = [
+        cause
+        for cause in results[0].mean_bytes
+        if cause not in ("needed", "idle_cached") and any(result.mean_bytes[cause] for result in results)
+    ]
+    table = Table(
+        title=f"KV memory of {layout.name} replaying {workload}, {concurrency} requests at a time: means over time",
+        title_justify="left",
+    )
+    for heading in ("policy", "held", "needed", "waste", *(cause.replace("_", " ") for cause in causes), "hit rate"):
+        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    for result in results:
+        table.add_row(
+            result.policy,
+            human_bytes(result.held_bytes),
+            human_bytes(result.mean_bytes["needed"]),
+            f"{result.waste_fraction:.2%}",
+            *(_share(result.mean_bytes[cause], result.held_bytes) for cause in causes),
+            f"{result.hit_rate:.1%}",
+        )
+    console().print(table)
+
+
+def _share(part: float, whole: float) -> str:
+    return "–" if not part else f"{part / whole:.2%}"
