@@ -1,0 +1,190 @@
+"""Random layouts, and a hypothesis state machine that drives manager and oracle with random operations."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from layouts import attention_specs, state_specs
+from oracle import Engine, geometry_of
+
+from kvtide.hma import Item
+from kvtide.kvcache import Layer, ModelLayout
+from kvtide.kvcache.geometry import PageGeometry
+
+MAX_ROWS = 5
+MAX_MODEL_LEN = 56
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> PageGeometry:
+    """Layouts of one to four groups of any kinds, some layers shared, some of a drafter; blocks cut at random."""
+    specs = attention_specs(st.integers(1, 12)) | state_specs(2, 2)
+    groups = draw(st.lists(specs, min_size=1, max_size=4, unique=True))
+    if all(spec.per_image for spec in groups):
+        groups.append(draw(attention_specs(st.integers(1, 12)).filter(lambda spec: not spec.per_image)))
+    layers: list[Layer] = []
+    for spec in groups:
+        draft = draw(st.integers(0, 5)) == 0 and spec is not groups[0]
+        for _ in range(draw(st.sampled_from([1, 1, 2, 3, 4]))):
+            layers.append(Layer(len(layers), spec, draft=draft))
+    if draw(st.booleans()):
+        layers.append(Layer(len(layers), None, shares=0))
+    layout = ModelLayout("random", tuple(layers))
+    sizes = {group.name: draw(st.sampled_from([1, 2, 4, 4, 8])) for group in layout.groups}
+    tables = {
+        group.name: draw(st.sampled_from([n for n in range(1, len(group.layers) + 1) if len(group.layers) % n == 0]))
+        for group in layout.groups
+    }
+    return geometry_of(layout, sizes, tables, draw(st.integers(1, 3)), draw(st.sampled_from([0, 0, 4, 6])))
+
+
+STEMS = (
+    tuple(int(b) for b in f"{0x5A3C96F0E1:040b}"),
+    tuple(int(b) for b in f"{0x5A3C9600FF:040b}"),
+    (1,) * 40,
+)
+prompts = st.builds(
+    lambda stem, length, tail: [*STEMS[stem][:length], *tail],
+    st.sampled_from([0, 0, 0, 1, 2]),
+    st.integers(1, 40),
+    st.lists(st.integers(0, 1), max_size=6),
+)
+indices = st.lists(st.integers(0, MAX_ROWS - 1), min_size=1, max_size=MAX_ROWS, unique=True)
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Admit, reserve, commit, preempt, resume, release, checkpoint: in any order, with up to two steps in flight."""
+
+    operations = 0
+    counts: ClassVar[dict[str, int]] = {"hits": 0, "exhausted": 0, "runs": 0}
+
+    @initialize(
+        geometry=geometries(),
+        num_pages=st.sampled_from([6, 12, 25, 50, 100, 200, 400]),
+        lookahead=st.sampled_from([0, 0, 1, 3]),
+        caching=st.sampled_from([True, True, True, False]),
+        drop_last=st.sampled_from([False, False, True]),
+        max_steps=st.sampled_from([1, 2, 2, 3]),
+        skips=st.booleans(),
+    )
+    def begin(self, geometry: PageGeometry, num_pages: int, **options: Any) -> None:
+        self.engine = Engine(
+            geometry,
+            num_pages,
+            max_model_len=MAX_MODEL_LEN,
+            skips=options["skips"],
+            max_requests=MAX_ROWS,
+            lookahead=options["lookahead"],
+            prefix_caching=options["caching"],
+            drop_last_block=options["drop_last"],
+            max_steps_in_flight=options["max_steps"],
+        )
+        self.admitted = 0
+
+    def running(self) -> list[str]:
+        return [name for name, request in self.engine.requests.items() if request.running]
+
+    @precondition(lambda self: len(self.engine.requests) < MAX_ROWS)
+    @rule(
+        prompt=prompts,
+        salt=st.sampled_from(["", "", "", "other"]),
+        adapter=st.sampled_from(["", "", "", "lora"]),
+        items=st.lists(st.builds(Item, st.integers(0, 45), st.sampled_from([b"cat", b"dog"])), max_size=2)
+        | st.just([]),
+        image_tokens=st.sampled_from([0, 0, 5, 17]),
+        priority=st.integers(-3, 3),
+    )
+    def admit(self, prompt: list[int], items: list[Item], **options: Any) -> None:
+        items = [item for item in items if item.position < len(prompt)]
+        self.admitted += 1
+        self.engine.admit(f"r{self.admitted}", prompt, items=items, **options)
+
+    @precondition(lambda self: len(self.engine.steps) < self.engine.max_steps and self.running())
+    @rule(
+        who=indices,
+        sizes=st.lists(st.sampled_from([1, 1, 2, 4, 7, 16, 24]), min_size=MAX_ROWS, max_size=MAX_ROWS),
+        fractions=st.lists(st.floats(0, 1), min_size=MAX_ROWS, max_size=MAX_ROWS),
+        draft_all=st.booleans(),
+        from_activations=st.booleans(),
+        at_once=st.booleans(),
+        reject=st.booleans(),
+    )
+    def reserve(
+        self,
+        who: list[int],
+        sizes: list[int],
+        fractions: list[float],
+        draft_all: bool,
+        from_activations: bool,
+        at_once: bool,
+        reject: bool,
+    ) -> None:
+        running = self.running()
+        names = [running[i] for i in who if i < len(running)]
+        names = [name for name in names if self.engine.can_reserve(name) and self.engine.room(name) > 0]
+        counts = [min(size, self.engine.room(name)) for name, size in zip(names, sizes, strict=False)]
+        self.engine.reserve(
+            names,
+            counts,
+            num_drafts=[count - 1 if draft_all else 0 for count in counts],
+            from_activations=from_activations and self.engine.skips,
+            fractions=fractions[: len(names)] if reject else None,
+            at_once=at_once,
+        )
+
+    @precondition(lambda self: self.engine.steps)
+    @rule(sampled=st.lists(st.integers(0, 1), min_size=1, max_size=3))
+    def commit(self, sampled: list[int]) -> None:
+        self.engine.commit(sampled)
+
+    @precondition(lambda self: self.running() and not self.engine.steps)
+    @rule(index=st.integers(0, MAX_ROWS - 1), size=st.sampled_from([3, 8, 24]), from_activations=st.booleans())
+    def prefill(self, index: int, size: int, from_activations: bool) -> None:
+        """A request's whole prompt, alone, with a checkpoint wherever one can be taken."""
+        name = self.running()[index % len(self.running())]
+        request = self.engine.requests[name]
+        while request.committed < len(request.prompt):
+            count = min(size, len(request.prompt) - request.committed)
+            if not self.engine.reserve([name], [count], from_activations=from_activations and self.engine.skips):
+                break
+            self.engine.commit()
+            if self.engine.has_states and self.engine.can_checkpoint(name):
+                self.engine.checkpoint(name)
+
+    @precondition(lambda self: self.running())
+    @rule(index=st.integers(0, MAX_ROWS - 1))
+    def preempt(self, index: int) -> None:
+        self.engine.preempt(self.running()[index % len(self.running())])
+
+    @precondition(lambda self: len(self.running()) < len(self.engine.requests))
+    @rule(index=st.integers(0, MAX_ROWS - 1))
+    def resume(self, index: int) -> None:
+        waiting = [name for name, request in self.engine.requests.items() if not request.running]
+        self.engine.resume(waiting[index % len(waiting)])
+
+    @precondition(lambda self: self.engine.requests)
+    @rule(index=st.integers(0, MAX_ROWS - 1))
+    def release(self, index: int) -> None:
+        names = list(self.engine.requests)
+        self.engine.release(names[index % len(names)])
+
+    @precondition(lambda self: self.engine.has_states and self.checkpointable())
+    @rule(index=st.integers(0, MAX_ROWS - 1))
+    def checkpoint(self, index: int) -> None:
+        names = self.checkpointable()
+        self.engine.checkpoint(names[index % len(names)])
+
+    def checkpointable(self) -> list[str]:
+        return [name for name in self.running() if self.engine.can_checkpoint(name)]
+
+    def teardown(self) -> None:
+        engine = getattr(self, "engine", None)
+        if engine is None:
+            return
+        cls = type(self)
+        cls.operations += engine.operations
+        cls.counts["hits"] += engine.hits
+        cls.counts["exhausted"] += engine.exhausted
+        cls.counts["runs"] += 1

@@ -1,0 +1,39 @@
+"""Random traffic on random models: the manager against the oracle after every operation.
+
+The `ci` profile is bounded. `KVTIDE_HYPOTHESIS=long` runs until `KVTIDE_MACHINE_OPERATIONS` (one million) operations
+have been compared, with fresh random cases, and prints how many there were.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from machine import ManagerMachine
+
+IS_LONG = (os.environ.get("KVTIDE_HYPOTHESIS") or os.environ.get("HYPOTHESIS_PROFILE")) == "long"
+TARGET = int(os.environ.get("KVTIDE_MACHINE_OPERATIONS", "1000000" if IS_LONG else "0"))
+QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+
+
+def test_manager_equals_the_oracle() -> None:
+    class Machine(ManagerMachine):
+        operations = 0
+        counts = dict.fromkeys(ManagerMachine.counts, 0)
+
+    examples, steps = (2_000, 150) if IS_LONG else (150, 40)
+    while True:
+        run_state_machine_as_test(
+            Machine,
+            settings=settings(
+                max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=QUIET,
+                derandomize=not IS_LONG, phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+            ),
+        )  # fmt: skip
+        print(f"{Machine.operations} operations compared: {Machine.counts}", flush=True)
+        if Machine.operations >= TARGET:
+            break
+    assert Machine.operations > 1_000
+    assert Machine.counts["hits"] > 20
+    assert Machine.counts["exhausted"] > 20
