@@ -403,6 +403,11 @@ class HybridMemoryManager:
                 f"row {row} has {committed} committed tokens and {in_flight} in flight; "
                 f"a checkpoint needs a multiple of {self.base} and none in flight"
             )
+        number = np.array([committed // self.base - 1])
+        key = self._sequences.keys(row)[committed // self.base - 1]
+        nodes = self.index.find([key])
+        if all((self.index.cells(group.number, nodes) >= 0).all() for group in self._states):
+            return []
         needs = [group.fmt.tables if group.is_state else 0 for group in self.groups]
         if self.pool.pages_short(needs) > 0:
             return []
@@ -412,8 +417,6 @@ class HybridMemoryManager:
         # Taking may evict, also what this key had; so everything is taken before the node is looked up, and held until
         # all of it is in its cells.
         taken = self.pool.take(needs)
-        number = np.array([committed // self.base - 1])
-        key = self._sequences.keys(row)[committed // self.base - 1]
         nodes = self.index.nodes_for([key])
         copies = []
         for group in self._states:
