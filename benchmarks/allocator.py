@@ -5,8 +5,8 @@
 `--vllm-python` (or `KVTIDE_VLLM_PYTHON`) names the Python of an environment that has vLLM; without it the peer's
 columns stay empty. Layout: Gemma-3-27B, bf16, prefix caching on, equal memory for both; kvtide with the geometry that
 it picks itself, vLLM with its planner's seven groups and its default settings. Times are CPU times of the calling
-thread, medians over repetitions in which the two take turns. Prompts are lists of random token ids, as a tokenizer
-gives them.
+thread, medians over repetitions in which the two take turns (the first half of a turn does not count). Prompts are
+lists of random token ids, as a tokenizer gives them.
 
     decode step    reserve and commit one token for every running request of 1,000 to 3,000 tokens; for the peer,
                    per request: append the token (which hashes full blocks), allocate_slots, new block ids
@@ -26,7 +26,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -58,6 +58,7 @@ PEER_BLOCKS_HELD = 125 + 6 * 65
 PEER_BLOCKS_BURST = 7 * 188
 
 Prompt = list[int]
+Ids = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.int64]
 
 
@@ -114,14 +115,14 @@ class Kvtide:
         """Block ids of the pool."""
         return self.manager.pool.num_pages * self.manager.pool.stride
 
-    def start(self, prompts: Sequence[Prompt | npt.NDArray[np.int32]]) -> None:
+    def start(self, prompts: Sequence[Prompt | Ids]) -> None:
         """Admit and prefill requests, and decode a first token; they keep running."""
         for prompt in prompts:
             row, _ = self._prefill(prompt)
             self._step(np.array([row]), np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int32))
             self._rows = np.append(self._rows, row)
 
-    def decode(self, batch: int, steps: npt.NDArray[np.int32]) -> float:
+    def decode(self, batch: int, steps: Ids) -> float:
         """CPU seconds per decode step of the first `batch` running requests; `steps` are the tokens they are fed."""
         rows, ones = self._rows[:batch], np.ones(batch, dtype=np.int64)
         begin = time.thread_time()
@@ -129,18 +130,23 @@ class Kvtide:
             self._step(rows, ones, tokens)
         return (time.thread_time() - begin) / len(steps)
 
-    def serve(self, prompt: Prompt | npt.NDArray[np.int32]) -> tuple[float, int]:
+    def serve(self, prompt: Prompt | Ids) -> tuple[float, int]:
         """CPU seconds to admit, prefill and release one prompt, and how many tokens it hit."""
         begin = time.thread_time()
         row, hit = self._prefill(prompt)
         self.manager.release(row)
         return time.thread_time() - begin, hit
 
-    def _step(self, rows: Rows, ones: Rows, tokens: npt.NDArray[np.int32]) -> None:
+    def fill_up(self, work: Workload, tokens: int) -> None:
+        """Leave prompts in the cache until every page holds something."""
+        while self.manager.pool.free_pages:
+            self.serve(work.prompt(tokens))
+
+    def _step(self, rows: Rows, ones: Rows, tokens: Ids) -> None:
         self.manager.reserve(rows, ones)
         self.manager.commit(rows, ones, tokens)
 
-    def _prefill(self, prompt: Prompt | npt.NDArray[np.int32]) -> tuple[int, int]:
+    def _prefill(self, prompt: Prompt | Ids) -> tuple[int, int]:
         self._serial += 1
         row, hit, _ = self.manager.admit(f"r{self._serial}", prompt)
         for done in range(hit, len(prompt), STEP_TOKENS):
@@ -158,14 +164,18 @@ class Workload:
 
     def prompt(self, length: int) -> Prompt:
         """Token ids of one prompt."""
-        ids: Prompt = self._random.integers(0, VOCABULARY, length).tolist()
-        return ids
+        prompt: Prompt = self.ids(length).tolist()
+        return prompt
+
+    def ids(self, length: int) -> Ids:
+        """The same as an array."""
+        return self._random.integers(0, VOCABULARY, length).astype(np.int32)
 
     def prompts(self, count: int) -> list[Prompt]:
         """Prompts of 1,000 to 3,000 tokens."""
         return [self.prompt(length) for length in self._random.integers(1000, 3001, count).tolist()]
 
-    def steps(self, batch: int) -> npt.NDArray[np.int32]:
+    def steps(self, batch: int) -> Ids:
         """One sampled token per request and step, for a cycle of steps."""
         return self._random.integers(0, VOCABULARY, (CYCLE, batch)).astype(np.int32)
 
@@ -204,15 +214,16 @@ class Duel:
         contestants: list[Callable[[], float] | None] = [partial(self.kvtide.decode, batch, steps), None]
         if self._peer is not None:
             contestants[1] = partial(self._peer.call, "decode", batch=batch, steps=steps.tolist())
-        alternate(1, *contestants)  # warm up
         return alternate(repetitions, *contestants)
 
     def serve(self, prompts: Sequence[Prompt], *, as_array: bool = False) -> tuple[list[float | None], list[int]]:
-        """Median seconds to serve the prompts one by one: kvtide's, the peer's; and the tokens that each side hit.
+        """Median seconds to serve one of the prompts, two in a turn: kvtide's, the peer's; and what each side hit last.
 
         With `as_array` kvtide gets them as arrays, which it takes too; the peer takes lists only.
         """
-        own = iter([np.array(prompt, dtype=np.int32) for prompt in prompts] if as_array else prompts)
+        own: Iterator[Prompt | Ids] = iter(
+            [np.array(prompt, dtype=np.int32) for prompt in prompts] if as_array else prompts
+        )
         other = iter(prompts)
         hits = [0, 0]
 
@@ -227,18 +238,18 @@ class Duel:
             seconds: float = answer["seconds"]
             return seconds
 
-        return alternate(len(prompts), kvtide, None if self._peer is None else peer), hits
+        return alternate(len(prompts) // 2, kvtide, None if self._peer is None else peer), hits
 
     def cold(self, repetitions: int, *, as_array: bool = False) -> list[float | None]:
         """Median seconds to serve a prompt of 2,000 tokens that nobody has seen."""
-        prompts = [self._work.prompt(2000) for _ in range(5 * repetitions)]
+        prompts = [self._work.prompt(2000) for _ in range(10 * repetitions)]
         return self.serve(prompts, as_array=as_array)[0]
 
     def full_hit(self, tokens: int, repetitions: int, *, as_array: bool = False) -> list[float | None]:
         """Median seconds to serve a long prompt of which all blocks but the last are cached."""
         prompt = self._work.prompt(tokens)
-        self.serve([prompt])
-        seconds, hits = self.serve([prompt] * (3 * repetitions), as_array=as_array)
+        self.serve([prompt] * 2)
+        seconds, hits = self.serve([prompt] * (6 * repetitions), as_array=as_array)
         for side, hit in zip(("kvtide", "the peer"), hits if self._peer else hits[:1], strict=False):
             if hit < tokens - 16:
                 raise RuntimeError(f"{side} hit {hit} of {tokens} tokens, so this would measure something else")
@@ -356,17 +367,19 @@ def measure_batches(geometry: PageGeometry, peer: PeerProcess | None, sizes: Siz
 
 
 def measure_contexts(geometry: PageGeometry, sizes: Sizes) -> list[Figure]:
-    """Decode step of a few rows by context length, in managers of equal width."""
+    """Decode step of a few rows by context length, in equally wide tables and pools full of cached blocks."""
     longest = max(sizes.contexts) + 4096
     rows = sizes.context_rows
-    random = np.random.default_rng(0)
+    work = Workload()
+    steps = work.steps(rows)
     contestants = []
     for context in sizes.contexts:
-        side = Kvtide(geometry, rows * (longest // 16 + 2048) * PEER_BLOCK_BYTES, rows, longest)
+        side = Kvtide(geometry, rows * (context // 16 + 2048) * PEER_BLOCK_BYTES, rows, longest)
         # Rows at different places in their blocks, as many full blocks in one cycle as at any other length.
-        lengths = context + np.arange(rows) % CYCLE
-        side.start([random.integers(0, VOCABULARY, length).astype(np.int32) for length in lengths.tolist()])
-        contestants.append(partial(side.decode, rows, random.integers(0, VOCABULARY, (CYCLE, rows)).astype(np.int32)))
+        for number in range(rows):
+            side.start([work.ids(context + number % CYCLE)])
+        side.fill_up(work, 4096)
+        contestants.append(partial(side.decode, rows, steps))
     gc.freeze()
     times = alternate(8 * sizes.repetitions, *contestants)
     gc.unfreeze()
@@ -396,8 +409,7 @@ def measure_pool(geometry: PageGeometry, sizes: Sizes) -> list[Figure]:
             side = Kvtide(geometry, memory, rows)
             seconds_to_construct.append(side.seconds_to_construct)
         side.start(work.prompts(rows))
-        while side.manager.pool.free_pages:
-            side.serve(work.prompt(32_768))
+        side.fill_up(work, 32_768)
         contestants.append(partial(side.decode, rows, steps))
     gc.freeze()
     small, large = alternate(3 * sizes.repetitions, *contestants)
@@ -428,7 +440,7 @@ def own_state(requests: int, tokens: int) -> int:
     random = np.random.default_rng(0)
     prompts = [random.integers(0, VOCABULARY, tokens).astype(np.int32) for _ in range(requests)]
     # A first manager, so that what libraries allocate once is not counted.
-    Kvtide(geometry, "1GiB", 1).start([prompts[0][:100]])
+    Kvtide(geometry, 2**30, 1).start([prompts[0][:100]])
     gc.collect()
     before = resident_bytes()
     side = Kvtide(geometry, _state_memory(requests, tokens), requests)
