@@ -154,7 +154,7 @@ class ManagedGroup:
         if tables == 1:
             return which, part, ids
         columns = part[None, :] * tables + np.arange(tables)[:, None]
-        return np.tile(which, tables), columns.ravel(), ids
+        return np.concatenate([which] * tables), columns.ravel(), ids
 
     def check(self, row: int, committed: int, owners: npt.NDArray[np.int8], stride: int) -> None:
         """A running row holds blocks of this group alone, from the first that its next query can reach."""

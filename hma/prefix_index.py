@@ -73,9 +73,9 @@ class PrefixIndex:
         if not empty.all():
             nodes, columns, ids = nodes[empty], columns[empty], ids[empty]
         self._cells[nodes, columns] = ids
-        if len(set(nodes.tolist())) < len(nodes):
-            # Two rows may bring the same cell in one call: the last one written has it.
-            won = self._cells[nodes, columns] == ids
+        # Two rows may bring the same cell in one call: the last one written has it.
+        won = self._cells[nodes, columns] == ids
+        if not won.all():
             nodes, columns, ids = nodes[won], columns[won], ids[won]
         np.add.at(self._filled, nodes, ONE)
         self._node_of[ids] = nodes + 1

@@ -17,8 +17,8 @@ from kvtide.kvcache.specs import Int64Array
 IsValid = Callable[[Int64Array, Int64Array], npt.NDArray[np.bool_]]
 
 NO_STAMP = np.iinfo(np.int64).max
-# Entries looked at per probe of the head: one numpy call costs as much as a few hundred entries.
-PROBE = 256
+# Entries looked at first: each look-up is a cache miss in a large pool, a numpy call costs as much as a few dozen.
+PROBE = 32
 
 
 class Ring:
@@ -45,14 +45,16 @@ class Ring:
 
     def head_stamp(self) -> int:
         """Stamp of the first valid entry, `NO_STAMP` when there is none; drops the stale entries before it."""
+        probe = PROBE
         while self._head < self._tail:
-            ids, stamps = self._entries[:, self._head : min(self._head + PROBE, self._tail)]
+            ids, stamps = self._entries[:, self._head : min(self._head + probe, self._tail)]
             valid = self._is_valid(ids, stamps)
             first = int(valid.argmax())
             if valid[first]:
                 self._head += first
                 return int(stamps[first])
             self._head += len(ids)
+            probe *= 4
         return NO_STAMP
 
     def pop(self, count: int, before: int = NO_STAMP) -> Int64Array:

@@ -87,8 +87,10 @@ class Sequences:
         whole = rows[filled + counts >= self._base]
         blocks = self._tail[whole].tobytes()
         size = 4 * self._base
-        for number, row in enumerate(whole.tolist()):
-            self._chain(row).add_block(blocks[number * size : (number + 1) * size])
+        start = 0
+        for row in whole.tolist():
+            self._chain(row).add_block(blocks[start : start + size])
+            start += size
         ends = np.cumsum(counts)
         for i in np.flatnonzero(filled + counts > self._base).tolist():
             row = int(rows[i])

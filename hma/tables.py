@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvtide.kvcache import ConfigError, MissingExtra
 from kvtide.kvcache.geometry import BlockFormat
 from kvtide.kvcache.specs import Int64Array
 
@@ -41,12 +42,7 @@ class GroupTable:
         self._page_units = page_units
         self._block_units = fmt.block_bytes // unit
         shape = (fmt.tables, max_requests, width)
-        if pin_memory:
-            import torch
-
-            self.entries: npt.NDArray[np.int32] = torch.empty(shape, dtype=torch.int32, pin_memory=True).numpy()
-        else:
-            self.entries = np.empty(shape, dtype=np.int32)
+        self.entries: npt.NDArray[np.int32] = _pinned(shape) if pin_memory else np.empty(shape, dtype=np.int32)
         self.first = np.full(max_requests, sink_blocks, dtype=np.int64)
         self.end = np.zeros(max_requests, dtype=np.int64)
 
@@ -145,6 +141,18 @@ class GroupTable:
         end, first, sinks = int(self.end[row]), int(self.first[row]), self.sink_blocks
         logical = np.concatenate([np.arange(min(end, sinks)), np.arange(first, max(end, first))])
         return logical, self.entries[:, row, : len(logical)]
+
+
+def _pinned(shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
+    try:
+        import torch
+    except ImportError:
+        raise MissingExtra("a block table in pinned memory", "torch", "torch") from None
+    try:
+        pinned: npt.NDArray[np.int32] = torch.empty(shape, dtype=torch.int32, pin_memory=True).numpy()
+    except RuntimeError as error:
+        raise ConfigError(f"pin_memory is not possible here: {str(error).splitlines()[0]}") from None
+    return pinned
 
 
 def ranges(counts: Int64Array) -> Int64Array:

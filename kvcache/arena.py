@@ -20,7 +20,7 @@ class Arena:
     """`num_pages` pages of a geometry on a torch device (`cpu`, `cuda`, `cuda:1`, ...), not initialised.
 
     `pin_memory` page-locks a CPU arena for transfers. Raises `MissingExtra` without torch, `ConfigError` when the pages
-    do not fit int32 unit indices.
+    do not fit int32 unit indices or the device cannot give them.
     """
 
     def __init__(
@@ -36,7 +36,13 @@ class Arena:
         self.num_pages = num_pages
         self.num_bytes = num_pages * geometry.page_bytes
         geometry.check_arena(self.num_bytes)
-        self.memory: torch.Tensor = torch.empty(self.num_bytes, dtype=torch.uint8, device=device, pin_memory=pin_memory)
+        try:
+            self.memory: torch.Tensor = torch.empty(
+                self.num_bytes, dtype=torch.uint8, device=device, pin_memory=pin_memory
+            )
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"an arena of {self.num_bytes} bytes on {device!r} is not possible: {reason}") from None
 
     def entry(self, page: int, slot: int, fmt: BlockFormat) -> int:
         """The block table entry of block `slot` of a page that belongs to the format's group."""

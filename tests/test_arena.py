@@ -383,3 +383,11 @@ def test_importing_the_package_does_not_import_torch() -> None:
     program = "import sys, kvtide.kvcache, kvtide.kvcache.arena, kvtide.kvcache.policies; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_pinned_memory_without_an_accelerator_is_one_sentence() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine can pin memory")
+    geometry = solve_geometry(layout_of("small", (1, FullAttention(1, 8, 8))))
+    with pytest.raises(ConfigError, match="not possible"):
+        Arena(geometry, 1, pin_memory=True)
