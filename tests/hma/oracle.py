@@ -155,6 +155,7 @@ class Engine:
         self.cached: dict[CacheKey, Entry] = {}
         self.device: dict[tuple[int, int], dict[Place, Entry]] = {}
         self.pages: dict[int, tuple[int, dict[Entry, list[int]]]] = {}
+        self.table_of: dict[tuple[int, Entry], int] = {}
         self.accepted_drafts = self.drafted = self.operations = self.hits = self.exhausted = self.garbage = 0
 
     # -- what the oracle knows of layers ------------------------------------------------------------------------------
@@ -388,7 +389,7 @@ class Engine:
             members.append(Member(request, request.life, num_tokens[i], drafts[i], start, has_gap, fraction, tables))
         self._check_slots(plan, members)
         self.steps.append(Step(plan.step, members, copies, from_activations))
-        self.compare(may_evict=True)
+        self.compare(may_evict=self.manager.pool.free_pages == 0)
         if at_once:
             self.run_until(self.steps[-1])
         return True
@@ -463,7 +464,7 @@ class Engine:
                         assert (group, entry) not in used, "a block in use was handed out"
                         used[group, entry] += 1
                         request.held[group][table, block] = entry
-                        self.poison(group, entry)
+                        self.poison(group, entry, table)
 
     def _check_copies(self, names: Sequence[str], copies: Sequence[Any]) -> list[tuple[int, list[Entry], list[Entry]]]:
         numbers = {fmt.group.name: group for group, fmt in enumerate(self.formats)}
@@ -559,10 +560,17 @@ class Engine:
     def checkpoint(self, name: str) -> None:
         request = self.requests[name]
         needs = [0 if fmt.block_size else fmt.tables for fmt in self.formats]
-        fits = self.pages_short(needs) <= 0
+        is_new = self.caching and not all(
+            self.key(request, group, table, request.committed) in self.cached
+            for group, fmt in self._states()
+            for table in range(fmt.tables)
+        )
+        has_run = all(request.ends[group] for group, _ in self._states())
+        expected = is_new and has_run and self.pages_short(needs) <= 0
+        free_pages = self.manager.pool.free_pages
         copies = self.manager.checkpoint(request.row)
-        if not (fits and self.caching and self.has_states):
-            assert not copies
+        assert bool(copies) == expected
+        if not expected:
             self.compare()
             return
         numbers = {fmt.group.name: group for group, fmt in enumerate(self.formats)}
@@ -580,13 +588,10 @@ class Engine:
                 candidates[self.key(request, group, table, request.committed)] = {entry}
         for copy in copies:
             group = numbers[copy.group]
-            values = [self.read(group, entry)[0] for entry in copy.source.tolist()]
-            for entry, value in zip(copy.destination.tolist(), values, strict=True):
-                self.poison(group, entry)
-                self.pages[self.page_of(entry)][1][entry][0] = value
-        # A table whose cell was there keeps it; the others must all be there now.
-        candidates = {key: entries for key, entries in candidates.items() if key not in self.cached}
-        self.compare(candidates, may_evict=True)
+            for table, (source, destination) in enumerate(zip(copy.source, copy.destination, strict=True)):
+                self.poison(group, int(destination), table)
+                self.copy_block(group, int(source), int(destination))
+        self.compare(candidates, may_evict=free_pages < sum(needs))
         for group, fmt in self._states():
             for table in range(fmt.tables):
                 assert self.key(request, group, table, request.committed) in self.cached, "a checkpoint is missing"
@@ -603,9 +608,8 @@ class Engine:
 
     def _run(self, step: Step, sampled: Sequence[int]) -> None:
         for group, sources, destinations in step.copies:
-            values = [self.read(group, entry)[0] for entry in sources]
-            for entry, value in zip(destinations, values, strict=True):
-                self.write(group, entry, 0, value)
+            for source, destination in zip(sources, destinations, strict=True):
+                self.copy_block(group, source, destination)
         for member in step.members:
             if member.alive:
                 self._run_row(member, step.from_activations, sampled)
@@ -692,7 +696,12 @@ class Engine:
         page, slot = divmod(block, self.stride)
         return (page * self.geometry.page_bytes + slot * self.formats[group].block_bytes) // self.geometry.unit
 
-    def poison(self, group: int, entry: Entry) -> None:
+    def copy_block(self, group: int, source: Entry, destination: Entry) -> None:
+        self.pages[self.page_of(destination)][1][destination] = list(self.read(group, source))
+
+    def poison(self, group: int, entry: Entry, table: int) -> None:
+        """A block has been taken, or freed: whatever was in it is gone."""
+        self.table_of[group, entry] = table
         page = self.page_of(entry)
         if page not in self.pages or self.pages[page][0] != group:
             self.pages[page] = (group, {})
@@ -700,7 +709,7 @@ class Engine:
 
     def read(self, group: int, entry: Entry) -> list[int]:
         owner, blocks = self.pages.get(self.page_of(entry), (POISON, {}))
-        return blocks[entry] if owner == group and entry in blocks else [POISON] * 64
+        return blocks[entry] if owner == group and entry in blocks else [POISON] * (self.formats[group].block_size or 1)
 
     def write(self, group: int, entry: Entry, offset: int, value: int) -> None:
         assert not self._is_cached(group, entry), "a block with a key is written"
@@ -758,7 +767,7 @@ class Engine:
         for group in range(len(self.formats)):
             counts = self.manager.pool.counts(group)
             assert counts.referenced == sum(1 for g, _ in used if g == group)
-        self._compare_cache(candidates or {}, may_evict and self.manager.pool.free_pages == 0)
+        self._compare_cache(candidates or {}, may_evict)
 
     def _is_prefix(self, prefix: int, of: int) -> bool:
         while self.prefixes.depth[of] > self.prefixes.depth[prefix]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from machine import ManagerMachine
+from machine import QUIET, ManagerMachine
 
 IS_LONG = (os.environ.get("KVTIDE_HYPOTHESIS") or os.environ.get("HYPOTHESIS_PROFILE")) == "long"
 TARGET = int(os.environ.get("KVTIDE_MACHINE_OPERATIONS", "1000000" if IS_LONG else "0"))
-QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
 def test_manager_equals_the_oracle() -> None:
