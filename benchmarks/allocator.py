@@ -82,7 +82,16 @@ class Sizes:
 
 
 FULL = Sizes()
-QUICK = Sizes(repetitions=3, full_pool=False, dense=False, peer_batch=0, context_rows=4, state_requests=16)
+QUICK = Sizes(
+    repetitions=3,
+    full_pool=False,
+    dense=False,
+    batches=(16, 256, 4096),
+    peer_batch=0,
+    contexts=(1024, 1_048_576),
+    context_rows=4,
+    state_requests=16,
+)
 SMOKE = Sizes(
     running=16,
     repetitions=1,
