@@ -491,11 +491,13 @@ class HybridMemoryManager:
         owners, logical, ids = group.table.slide(rows, first)
         self._changed[group.number, rows] = True
         # A dead window block is worth keeping only where a hit may end: a little before the end of the prompt, and
-        # where this prompt parted from an earlier one.
+        # where this prompt parted from an earlier one. What is generated is hit at its end, and that is still in the
+        # window when the row leaves.
         end = (logical + 1) * group.fmt.block_size
         reach, slack = group.fmt.group.spec.reach or 0, max(JUNCTION_SLACK, 2 * self.base)
         junction = self._junction[owners]
-        useful = end > self._sequences.prompt[owners] - reach - slack
+        prompt = self._sequences.prompt[owners]
+        useful = (end > prompt - reach - slack) & (end - group.fmt.block_size < prompt)
         useful |= (end > junction - reach) & (end <= junction)
         classes = np.where(useful, self._class[owners], np.uint8(CLASS_SCRAP))
         flat = ids.T.ravel()
