@@ -41,7 +41,17 @@ class MemoryByCause(NamedTuple):
 
 
 class _Slots(NamedTuple):
-    """Slots (or states) of the blocks that rows hold in one table, per block."""
+    """Slots (or states) of held blocks by cause."""
+
+    needed: int
+    out_of_window: int
+    in_flight: int
+    draft: int
+    tail: int
+
+
+class _SlotArrays(NamedTuple):
+    """The same per block."""
 
     needed: Int64Array
     out_of_window: Int64Array
@@ -82,65 +92,68 @@ def _free_pages(num_bytes: int) -> MemoryByCause:
 
 def _group(manager: HybridMemoryManager, group: ManagedGroup, counts: PoolCounts, pages: int) -> MemoryByCause:
     fmt = group.fmt
-    ids, slots = _held_slots(manager, group)
     only_pinned = _only_pinned(manager, group)
-    waiting = counts.referenced - fmt.tables * len(ids) - only_pinned
-    slot_bytes = fmt.group.bytes_per_token or fmt.group.state_bytes
-    padding = fmt.padding_layers * fmt.layer_bytes
-    inner = fmt.tables * fmt.block_bytes - padding - max(fmt.block_size, 1) * slot_bytes
+    tables = _tables(manager, group)
+    waiting = counts.referenced - sum(blocks for blocks, _ in tables) - only_pinned
+    layers = fmt.layers_per_block
+    slot_bytes = fmt.group.spec.bytes_per_token or fmt.group.spec.state_bytes
+    causes = _Slots(0, 0, 0, 0, 0)
+    padding = inner = 0
+    for number, (blocks, slots) in enumerate(tables):
+        # Padding layers come last.
+        real = min(max(len(fmt.group.layers) - number * layers, 0), layers)
+        causes = _Slots(*(total + real * slot_bytes * part for total, part in zip(causes, slots, strict=True)))
+        padding += blocks * (layers - real) * fmt.layer_bytes
+        inner += blocks * real * (fmt.layer_bytes - max(fmt.block_size, 1) * slot_bytes)
     return MemoryByCause(
-        needed=int(slots.needed.sum()) * slot_bytes,
-        out_of_window=int(slots.out_of_window.sum()) * slot_bytes,
-        group_padding=len(ids) * padding,
-        page_padding=pages * fmt.page_tail_bytes + len(ids) * inner,
-        block_tail=int(slots.tail.sum()) * slot_bytes,
-        draft_reserve=int(slots.draft.sum()) * slot_bytes,
-        in_flight_reserve=int(slots.in_flight.sum()) * slot_bytes + waiting * fmt.block_bytes,
+        needed=causes.needed,
+        out_of_window=causes.out_of_window,
+        group_padding=padding,
+        page_padding=pages * fmt.page_tail_bytes + inner,
+        block_tail=causes.tail,
+        draft_reserve=causes.draft,
+        in_flight_reserve=causes.in_flight + waiting * fmt.block_bytes,
         idle_cached=(counts.evictable + only_pinned) * fmt.block_bytes,
         free=counts.free * fmt.block_bytes,
     )
 
 
 def _only_pinned(manager: HybridMemoryManager, group: ManagedGroup) -> int:
-    """Blocks of a group that pins hold and no running request does."""
-    pinned = np.unique(manager.pinned_blocks())
-    if not len(pinned):
-        return 0
-    pinned = pinned[manager.pool.owner[pinned // manager.pool.stride] == group.number]
-    return len(np.setdiff1d(pinned, _all_ids(manager, group)))
+    """Blocks of a group that nothing but pins holds."""
+    pool = manager.pool
+    pinned, times = np.unique(manager.pinned_blocks(), return_counts=True)
+    return int(((pool.refs[pinned] == times) & (pool.owner[pinned // pool.stride] == group.number)).sum())
 
 
-def _all_ids(manager: HybridMemoryManager, group: ManagedGroup) -> Int64Array:
-    rows = [group.table.ids_of(row).ravel() for row in manager.running_rows.tolist()]
-    return np.unique(np.concatenate([np.empty(0, dtype=np.int64), *rows]))
-
-
-def _held_slots(manager: HybridMemoryManager, group: ManagedGroup) -> tuple[Int64Array, _Slots]:
-    """Distinct blocks that running rows hold in the group's first table, and the slots of each by cause."""
+def _tables(manager: HybridMemoryManager, group: ManagedGroup) -> list[tuple[int, _Slots]]:
+    """Distinct blocks that running rows hold in each table of the group, and their slots by cause."""
     rows, logical, ids = [], [], []
     for row in manager.running_rows.tolist():
         numbers, entries = group.table.held(row)
         taken = entries[0] != NO_BLOCK
         rows.append(np.full(int(taken.sum()), row))
         logical.append(numbers[taken])
-        ids.append(group.table.to_ids(entries[0, taken]))
+        ids.append(group.table.to_ids(entries[:, taken]))
     if not rows:
-        return np.empty(0, dtype=np.int64), _Slots(*[np.empty(0, dtype=np.int64)] * 5)
-    owners, numbers = np.concatenate(rows), np.concatenate(logical)
-    slots = _slots_of(manager, group, owners, numbers)
-    # Rows that share a block agree that its tokens are committed; it is needed as much as the neediest of them says.
-    held = np.concatenate(ids)
-    order = np.lexsort((slots.needed, held))
-    last = np.append(held[order][1:] != held[order][:-1], True)
-    chosen = order[last]
-    return held[chosen], _Slots(*(part[chosen] for part in slots))
+        return [(0, _Slots(0, 0, 0, 0, 0))] * group.fmt.tables
+    by_block = _slots_of(manager, group, np.concatenate(rows), np.concatenate(logical))
+    tables = []
+    # Rows can share a block of one table and not of another, where only one of them was evicted in between.
+    for held in np.concatenate(ids, axis=1):
+        # Rows that share a block agree that its tokens are committed; it is needed as much as the neediest says.
+        order = np.lexsort((by_block.needed, held))
+        last = np.ones(len(held), dtype=np.bool_)
+        np.not_equal(held[order][1:], held[order][:-1], out=last[:-1])
+        chosen = order[last]
+        tables.append((len(chosen), _Slots(*(int(part[chosen].sum()) for part in by_block))))
+    return tables
 
 
-def _slots_of(manager: HybridMemoryManager, group: ManagedGroup, rows: Int64Array, logical: Int64Array) -> _Slots:
+def _slots_of(manager: HybridMemoryManager, group: ManagedGroup, rows: Int64Array, logical: Int64Array) -> _SlotArrays:
     if group.is_state:
         running = (logical == 0).astype(np.int64)
         none = np.zeros_like(running)
-        return _Slots(running, none, none, 1 - running, none)
+        return _SlotArrays(running, none, none, 1 - running, none)
     size = group.fmt.block_size
     begin = logical * size
 
@@ -152,7 +165,7 @@ def _slots_of(manager: HybridMemoryManager, group: ManagedGroup, rows: Int64Arra
         stored = manager.image_tokens[rows]
         needed = within(np.zeros_like(begin), stored)
         none = np.zeros_like(needed)
-        return _Slots(needed, none, none, none, size - needed)
+        return _SlotArrays(needed, none, none, none, size - needed)
     committed = manager.committed[rows]
     scheduled = committed + manager.in_flight[rows]
     ahead = scheduled + manager.lookahead
@@ -161,4 +174,4 @@ def _slots_of(manager: HybridMemoryManager, group: ManagedGroup, rows: Int64Arra
     in_flight, draft = within(committed, scheduled), within(scheduled, ahead)
     stored = within(np.zeros_like(begin), committed)
     tail = size - stored - in_flight - draft
-    return _Slots(needed, stored - needed, in_flight, draft, tail)
+    return _SlotArrays(needed, stored - needed, in_flight, draft, tail)
