@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -47,32 +48,32 @@ class ManagedGroup:
         """The group's name in the layout."""
         return self.fmt.group.name
 
-    @property
+    @cached_property
     def is_state(self) -> bool:
         """Whether the group holds one recurrent state per sequence."""
         return self.fmt.block_size == 0
 
-    @property
+    @cached_property
     def is_cross(self) -> bool:
         """Whether the group holds image tokens, all of them from the first step on."""
         return self.fmt.group.spec.kind is Kind.CROSS_ATTENTION
 
-    @property
+    @cached_property
     def is_bounded(self) -> bool:
         """Whether tokens go out of reach."""
         return self.fmt.group.spec.has_bounded_reach and not self.fmt.keeps_all
 
-    @property
+    @cached_property
     def blocks_per_key(self) -> int:
         """Blocks of one table that end inside one base block."""
         return 1 if self.is_state else max(1, self.base // self.fmt.block_size)
 
-    @property
+    @cached_property
     def keys_per_block(self) -> int:
         """Keys per block where the block is larger than the base, else 1."""
         return 1 if self.is_state else max(1, self.fmt.block_size // self.base)
 
-    @property
+    @cached_property
     def cells_per_key(self) -> int:
         """Cells of a node in the prefix index; cross attention is not cached, since text does not determine it."""
         return 0 if self.is_cross else self.blocks_per_key * self.fmt.tables
@@ -112,6 +113,8 @@ class ManagedGroup:
             ids = ids[:, split:]
         if growth.gaps.any():
             self.table.skip(rows, growth.gaps)
+        if not ids.shape[1]:
+            return
         growing = np.flatnonzero(growth.counts)
         self.table.append(rows[growing], growth.counts[growing], ids)
 

@@ -28,7 +28,7 @@ from kvtide.kvcache.specs import Int64Array
 from .accounting import MemoryByCause, account
 from .drafts import DraftAccounting
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from .groups import Growth, ManagedGroup, base_block, make_groups
+from .groups import ManagedGroup, base_block, make_groups
 from .hashing import Item, KeyChain, as_token_bytes, namespace
 from .hits import Hit, find_hit
 from .pool import CLASS_NORMAL, CLASS_SCRAP, PagePool
@@ -171,6 +171,8 @@ class HybridMemoryManager:
         self._free_rows = list(range(max_requests - 1, -1, -1))
         self._class = np.zeros(max_requests, dtype=np.uint8)
         self._junction = np.zeros(max_requests, dtype=np.int64)
+        # Tokens that the blocks of every group have room for; a row that stays within needs nothing.
+        self._covered = np.zeros(max_requests, dtype=np.int64)
         self._changed = np.zeros((len(self.groups), max_requests), dtype=np.bool_)
         # Checkpoints that a row's states are restored from, by row and group; they stay referenced until the commit.
         self._checkpoints: dict[int, dict[int, Int64Array]] = {}
@@ -266,6 +268,7 @@ class HybridMemoryManager:
         self.committed[row] = hit.num_tokens
         self._sequences.registered[row] = hit.num_tokens // self.base
         self._junction[row] = hit.junction
+        self._covered[row] = 0
         self._changed[:, row] = True
         return Admission(row, hit.num_tokens, hit.limited_by)
 
@@ -322,17 +325,11 @@ class HybridMemoryManager:
         self._check_length(rows, start, tokens)
         # Drafts, of this step and of those in flight, may all be rejected: what is dead must be dead without them.
         sure = start + tokens - drafts - self._steps.drafts_in_flight[rows]
-        growths = self._growths(rows, start + tokens, sure if kv_from_activations else None)
-        needs = [growth.total * group.fmt.tables for group, growth in zip(self.groups, growths, strict=True)]
-        if self.pool.pages_short(needs) > 0:
-            raise self._exhausted(needs)
-
         has_gap = np.zeros(len(rows), dtype=np.bool_)
-        for group, growth, ids in zip(self.groups, growths, self.pool.take(needs), strict=True):
-            if len(ids) or kv_from_activations:
-                has_gap |= growth.gaps > 0
-                self._changed[group.number, rows[growth.sinks + growth.gaps + growth.counts > 0]] = True
-                group.append(rows, growth, ids)
+        upper = start + tokens + self.lookahead
+        short = np.flatnonzero(upper > self._covered[rows])
+        if len(short):
+            has_gap[short] = self._grow(rows[short], upper[short], sure[short] if kv_from_activations else None)
         number = self._steps.push(rows, tokens, drafts, has_gap)
         changed = {}
         for group in self.groups:
@@ -453,14 +450,28 @@ class HybridMemoryManager:
                 "recurrent state after them was not kept; preempt it to begin again from a checkpoint"
             )
 
-    def _growths(self, rows: Int64Array, after: Int64Array, sure: Int64Array | None) -> list[Growth]:
-        """What each group must take for the rows to have `after[i]` tokens, and the lookahead beyond them.
+    def _grow(self, rows: Int64Array, upper: Int64Array, sure: Int64Array | None) -> npt.NDArray[np.bool_]:
+        """Take what every group lacks for the rows to hold `upper[i]` tokens; whether a row got a gap.
 
         With `sure`, the least tokens that will be committed by then, what is out of reach at that length is not taken.
         """
-        upper = after + self.lookahead
         image = self.image_tokens[rows]
-        return [group.growth(rows, image if group.is_cross else upper, sure, self.lookahead) for group in self.groups]
+        growths = [
+            group.growth(rows, image if group.is_cross else upper, sure, self.lookahead) for group in self.groups
+        ]
+        needs = [growth.total * group.fmt.tables for group, growth in zip(self.groups, growths, strict=True)]
+        if self.pool.pages_short(needs) > 0:
+            raise self._exhausted(needs)
+        has_gap = np.zeros(len(rows), dtype=np.bool_)
+        covered = np.full(len(rows), np.iinfo(np.int64).max)
+        for group, growth, ids in zip(self.groups, growths, self.pool.take(needs), strict=True):
+            group.append(rows, growth, ids)
+            self._changed[group.number, rows[growth.sinks + growth.gaps + growth.counts > 0]] = True
+            has_gap |= growth.gaps > 0
+            if not (group.is_state or group.is_cross):
+                covered = np.minimum(covered, group.table.end[rows] * group.fmt.block_size)
+        self._covered[rows] = covered
+        return has_gap
 
     def _register(self, fresh: FreshKeys) -> None:
         """Put the rows' blocks under the keys that have become whole."""

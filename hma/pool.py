@@ -265,6 +265,7 @@ class PagePool:
         pages = pages[(self._page_cached[pages] == 0) & (self.page_refs[pages] == 0)]
         if not len(pages):
             return
+        self._invalidate_slots(pages)
         self.owner[pages] = NO_OWNER
         if self._num_returned + len(pages) > len(self._returned):
             self._returned = np.concatenate([self._returned, np.empty(len(self._returned) + len(pages), np.int64)])
@@ -284,9 +285,6 @@ class PagePool:
 
     def _own(self, group: int, pages: Int64Array) -> Int64Array:
         self.owner[pages] = group
-        if self.stride > 1:
-            # What an earlier owner still has in its stack must not become valid again, now under another group.
-            self._stamp[pages[:, None] * self.stride + np.arange(self.stride)] = 0
         self.active_pages[group] += len(pages)
         self._num_active += len(pages)
         if self.per_page[group] == 1:
@@ -308,10 +306,19 @@ class PagePool:
                 return ids
             if page_stamp < NO_STAMP:
                 chosen = pages.pop(max_pages, before=block_stamp)
-                ids = (chosen[:, None] * self.stride + np.arange(self.stride)).ravel()
-                self._forget(ids[self.cached[ids]])
+                if self._single_blocks(chosen):
+                    self._forget(chosen * self.stride)
+                else:
+                    ids = (chosen[:, None] * self.stride + np.arange(self.stride)).ravel()
+                    self._forget(ids[self.cached[ids]])
+                self._invalidate_slots(chosen)
                 return self._own(group, chosen)
         raise KvtideError(f"no block of group {group} can be taken; pages_short was not checked")
+
+    def _invalidate_slots(self, pages: Int64Array) -> None:
+        """What the owner of these pages still has in its stack must not become valid again under another owner."""
+        if not self._single_blocks(pages):
+            self._stamp[pages[:, None] * self.stride + np.arange(self.stride)] = 0
 
     def _forget(self, ids: Int64Array) -> None:
         self._on_evict(ids)
