@@ -8,10 +8,11 @@ an item cannot be confused with a token.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +32,22 @@ class Item(NamedTuple):
 
 def as_token_bytes(token_ids: npt.ArrayLike) -> bytes:
     """Token ids as little-endian int32; `ConfigError` unless they are whole numbers from 0 to 2**31 - 1."""
-    ids = np.asarray(token_ids)
+    # Lists are what engines have; array reads them twice as fast as numpy does, and takes nothing but whole numbers.
+    ids = _from_list(token_ids) if isinstance(token_ids, list) else np.asarray(token_ids)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ConfigError(f"token ids must be one row of whole numbers, not {ids.dtype} of shape {ids.shape}")
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN_ID):
         raise ConfigError(f"token ids must be from 0 to {MAX_TOKEN_ID}; found {int(ids.min())} to {int(ids.max())}")
     return ids.astype("<i4").tobytes()
+
+
+def _from_list(token_ids: list[Any]) -> npt.NDArray[Any]:
+    if not token_ids or isinstance(token_ids[0], bool):
+        return np.asarray(token_ids)  # a row of truth values is not one of whole numbers
+    try:
+        return np.frombuffer(array("i", token_ids), dtype=np.intc)
+    except (TypeError, OverflowError):
+        return np.asarray(token_ids)
 
 
 def namespace(*parts: str | bytes) -> bytes:
@@ -67,8 +78,15 @@ class KeyChain:
         """
         size = self._block_bytes
         self._pending.extend(items)
-        for start in range(0, len(tokens) - size + 1, size):
+        start = 0
+        while self._pending and start + size <= len(tokens):
             self.add_block(tokens[start : start + size])
+            start += size
+        # Most prompts have no items: a loop without the check for them, and without a call, is twice as fast.
+        update, copy, append = self._digest.update, self._digest.copy, self.keys.append
+        for begin in range(start, len(tokens) - size + 1, size):
+            update(tokens[begin : begin + size])
+            append(copy().digest())
 
     def add_block(self, tokens: bytes) -> None:
         """Add one block, and the items that start in it."""

@@ -375,7 +375,8 @@ class HybridMemoryManager:
                 self._sequences.learn(rows, unseen, ids)
         partings = self._steps.retire(step)
         self.committed[rows] = committed
-        self.drafts.record(step.num_drafts, np.maximum(accepted - (step.num_tokens - step.num_drafts), 0))
+        if step.num_drafts.any():
+            self.drafts.record(step.num_drafts, np.maximum(accepted - (step.num_tokens - step.num_drafts), 0))
         self._settle_states(rows, accepted)
         if self._caching and (fresh := self._sequences.register(rows, committed)):
             self._register(fresh)
@@ -451,7 +452,7 @@ class HybridMemoryManager:
             )
 
     def _grow(self, rows: Int64Array, upper: Int64Array, sure: Int64Array | None) -> npt.NDArray[np.bool_]:
-        """Take what every group lacks for the rows to hold `upper[i]` tokens; whether a row got a gap.
+        """Take what every group lacks for the rows to hold `upper[i]` tokens; says which rows got a gap.
 
         With `sure`, the least tokens that will be committed by then, what is out of reach at that length is not taken.
         """

@@ -204,18 +204,17 @@ class PagePool:
         for group, count in self._by_group(pages):
             self.referenced[group] -= count
         np.subtract.at(self.page_refs, pages, ONE)
-        cached = self.cached[ids]
-        everything_cached = bool(cached.all())
-        keep = ids if everything_cached else ids[cached]
-        if len(keep):
-            self._push_evictable(keep)
-        resting = pages[self.page_refs[pages] == 0]
-        if len(resting):
+        rests = self.page_refs[pages] == 0
+        if rests.any():
+            resting = pages[rests]
             self._deactivate(resting if self._single_blocks(resting) else _unique_in_order(resting))
-        if not everything_cached:
-            loose = ids[~cached]
+        if not rests.all():
+            # Blocks of a page that rests are had with the page; the others can be taken one by one.
+            ids = ids[~rests]
+            cached = self.cached[ids]
+            self._push_evictable(ids[cached])
             # LIFO: the last pushed is taken first, so the block to be reused first comes last.
-            self._push_free(loose[self.page_refs[loose // self.stride] > 0][::-1])
+            self._push_free(ids[~cached][::-1])
 
     def _deactivate(self, pages: Int64Array) -> None:
         for group, count in self._by_group(pages):
@@ -243,7 +242,8 @@ class PagePool:
         for group, count in self._by_group(pages):
             self.active_pages[group] += count
         self._num_active += len(pages)
-        if self.stride == 1:
+        pages = pages[self.page_refs[pages] < self._capacity[self.owner[pages]]]
+        if not len(pages):
             return
         slots = np.arange(self.stride)
         ids = (pages[:, None] * self.stride + slots)[slots < self._capacity[self.owner[pages]][:, None]]
@@ -338,8 +338,8 @@ class PagePool:
             self._slots[group].push(ids[chosen], stamps[chosen])
 
     def _push_evictable(self, ids: Int64Array) -> None:
-        if self.stride == 1 or not len(ids):
-            return  # a block that is its own page waits in the queue of inactive pages
+        if not len(ids):
+            return
         stamps = self._next_stamps(len(ids))
         self._stamp[ids] = stamps
         queues = self.owner[ids // self.stride].astype(np.int64) * NUM_CLASSES + self._class[ids]

@@ -88,8 +88,9 @@ class Sequences:
         blocks = self._tail[whole].tobytes()
         size = 4 * self._base
         start = 0
+        chains = self._chains
         for row in whole.tolist():
-            self._chain(row).add_block(blocks[start : start + size])
+            chains[row].add_block(blocks[start : start + size])
             start += size
         ends = np.cumsum(counts)
         for i in np.flatnonzero(filled + counts > self._base).tolist():
