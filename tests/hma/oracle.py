@@ -135,6 +135,9 @@ class Engine:
     ) -> None:
         self.geometry = geometry
         self.formats: tuple[BlockFormat, ...] = geometry.formats
+        self.unit, self.page_bytes = geometry.unit, geometry.page_bytes
+        self.block_bytes = [fmt.block_bytes for fmt in self.formats]
+        self.per_page = [fmt.blocks_per_page for fmt in self.formats]
         self.num_pages = num_pages
         self.max_model_len = max_model_len
         self.skips = skips
@@ -146,13 +149,14 @@ class Engine:
         self.manager = HybridMemoryManager(
             geometry, num_pages * geometry.page_bytes, max_model_len=max_model_len, **options
         )
-        self.stride = max(fmt.blocks_per_page for fmt in self.formats)
+        self.stride = max(self.per_page)
         self.base = self._base()
         self.prefixes = Prefixes()
         self.requests: dict[str, Request] = {}
         self.steps: list[Step] = []
         self.limbo: list[tuple[int, list[tuple[int, Entry]]]] = []
         self.cached: dict[CacheKey, Entry] = {}
+        self.places: dict[tuple[int, Entry], CacheKey] = {}  # the same, by group and entry
         self.device: dict[tuple[int, int], dict[Place, Entry]] = {}
         self.pages: dict[int, tuple[int, dict[Entry, list[int]]]] = {}
         self.table_of: dict[tuple[int, Entry], int] = {}
@@ -424,12 +428,12 @@ class Engine:
             owner[self.page_of(entry)] = group
         wanted = 0
         for group, need in enumerate(needs):
-            mine = sum(1 for g in owner.values() if g == group) * self.formats[group].blocks_per_page
+            mine = sum(1 for g in owner.values() if g == group) * self.per_page[group]
             spare = mine - sum(1 for g, _ in used if g == group)
             beyond = need - spare
             while beyond > 0:
                 wanted += 1
-                beyond -= self.formats[group].blocks_per_page
+                beyond -= self.per_page[group]
         return wanted - (self.num_pages - len(owner))
 
     def _check_exhausted(self, error: Exhausted, needs: Sequence[int]) -> None:
@@ -682,19 +686,19 @@ class Engine:
         return self.garbage - 100
 
     def page_of(self, entry: Entry) -> int:
-        return entry * self.geometry.unit // self.geometry.page_bytes
+        return entry * self.unit // self.page_bytes
 
     def id_of(self, group: int, entry: Entry) -> int:
-        page, rest = divmod(entry * self.geometry.unit, self.geometry.page_bytes)
-        slot, inside = divmod(rest, self.formats[group].block_bytes)
+        page, rest = divmod(entry * self.unit, self.page_bytes)
+        slot, inside = divmod(rest, self.block_bytes[group])
         assert inside == 0, "an entry that is not a block"
         assert 0 <= page < self.num_pages, "an entry outside the arena"
-        assert slot < self.formats[group].blocks_per_page, "an entry in the tail of a page"
+        assert slot < self.per_page[group], "an entry in the tail of a page"
         return page * self.stride + slot
 
     def entry_of(self, group: int, block: int) -> Entry:
         page, slot = divmod(block, self.stride)
-        return (page * self.geometry.page_bytes + slot * self.formats[group].block_bytes) // self.geometry.unit
+        return (page * self.page_bytes + slot * self.block_bytes[group]) // self.unit
 
     def copy_block(self, group: int, source: Entry, destination: Entry) -> None:
         self.pages[self.page_of(destination)][1][destination] = list(self.read(group, source))
@@ -712,13 +716,10 @@ class Engine:
         return blocks[entry] if owner == group and entry in blocks else [POISON] * (self.formats[group].block_size or 1)
 
     def write(self, group: int, entry: Entry, offset: int, value: int) -> None:
-        assert not self._is_cached(group, entry), "a block with a key is written"
+        assert (group, entry) not in self.places, "a block with a key is written"
         owner, blocks = self.pages[self.page_of(entry)]
         assert owner == group, "a write into another group's page"
         blocks[entry][offset] = value
-
-    def _is_cached(self, group: int, entry: Entry) -> bool:
-        return any(entry == cached and key[0] == group for key, cached in self.cached.items())
 
     def read_row(self, group: int, row: int, *, with_gaps: bool = False) -> dict[Place, Entry]:
         """A row of a table as a kernel would read it: from `entries`, `first` and `end` alone."""
@@ -777,14 +778,13 @@ class Engine:
     def _compare_cache(self, candidates: Mapping[CacheKey, set[Entry]], may_have_evicted: bool) -> None:
         owner = self.manager.pool.owner
         actual: dict[CacheKey, Entry] = {}
-        known = {(key[0], entry): key for key, entry in self.cached.items()}
+        fresh = {(key[0], entry): key for key, entries in candidates.items() for entry in entries}
         for block in np.flatnonzero(self.manager.pool.cached).tolist():
             group = int(owner[block // self.stride])
             entry = self.entry_of(group, block)
             content = self.read(group, entry)
-            fresh = [key for key, entries in candidates.items() if entry in entries and key[0] == group]
-            # A block of a key keeps it, unless it was evicted and taken again: then it was poisoned.
-            key = fresh[0] if fresh else known.get((group, entry))
+            # A block of a key keeps it, unless it was evicted and taken again: then it is a candidate.
+            key = fresh[group, entry] if (group, entry) in fresh else self.places.get((group, entry))
             assert key is not None, "a block was cached that nothing announced"
             assert key not in actual, "two cached blocks of one key"
             last = len(content) - 1
@@ -799,6 +799,7 @@ class Engine:
         assert may_have_evicted or not gone, "a cached block was lost without need"
         assert may_have_evicted or not missing, "a whole block was not cached"
         self.cached = actual
+        self.places = {(key[0], entry): key for key, entry in actual.items()}
 
 
 def _is_bounded(spec: LayerSpec) -> bool:

@@ -544,7 +544,7 @@ WRONG: dict[str, tuple[type[Exception], Callable[[HybridMemoryManager, list[int]
     "prompt too long": (ConfigError, lambda m, r: m.admit("x", [1] * 65)),
     "prompt of floats": (ConfigError, lambda m, r: m.admit("x", [1.5])),
     "prompt of two rows": (ConfigError, lambda m, r: m.admit("x", [[1], [2]])),
-    "prompt of bools": (ConfigError, lambda m, r: m.admit("x", [True, False])),
+    "prompt of bools": (ConfigError, lambda m, r: m.admit("x", np.array([True, False]))),
     "priority": (ConfigError, lambda m, r: m.admit("x", [1], priority=4)),
     "image tokens": (ConfigError, lambda m, r: m.admit("x", [1], image_tokens=-1)),
     "item behind the prompt": (ConfigError, lambda m, r: m.admit("x", [1, 2], items=[Item(2, b"")])),

@@ -21,7 +21,7 @@ def test_manager_equals_the_oracle() -> None:
         operations = 0
         counts = dict.fromkeys(ManagerMachine.counts, 0)
 
-    examples, steps = (2_000, 150) if IS_LONG else (150, 40)
+    examples, steps = (300, 100) if IS_LONG else (150, 40)
     while True:
         run_state_machine_as_test(
             Machine,

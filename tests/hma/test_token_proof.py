@@ -56,8 +56,8 @@ class ArenaEngine(Engine):
     # -- where things lie ---------------------------------------------------------------------------------------------
 
     def block(self, group: int, entry: Entry) -> Floats:
-        start = entry * self.geometry.unit // 4
-        return self.arena[start : start + self.formats[group].block_bytes // 4]
+        start = entry * self.unit // 4
+        return self.arena[start : start + self.block_bytes[group] // 4]
 
     def place(self, group: int, entry: Entry, layer: int, component: Component, token: int) -> Floats:
         """One token (or the state) of one component of one layer inside a block."""
@@ -96,10 +96,9 @@ class ArenaEngine(Engine):
     def compare(self, *args: Any, **options: Any) -> None:
         super().compare(*args, **options)
         used = self.references()
-        kept = {(key[0], entry) for key, entry in self.cached.items()}
         for group, entries in list(self.pages.values()):
             for entry in entries:
-                if (group, entry) not in used and (group, entry) not in kept:
+                if (group, entry) not in used and (group, entry) not in self.places:
                     self.block(group, entry)[:] = np.nan
 
     def _run_row(self, member: Member, from_activations: bool, sampled: Sequence[int]) -> None:
