@@ -565,9 +565,11 @@ class HybridMemoryManager:
             if (short := need - self.pool.spare_blocks(group.number)) > 0
         }
         pages = self.pool.pages_short(needs)
-        would_free = {row: self.blocks_freed_by(row) for row in np.flatnonzero(self._steps.running).tolist()}
         wanted = ", ".join(f"{count} blocks of {name}" for name, count in shortfall.items())
-        return Exhausted(f"{wanted} need {pages} more pages than can be had", shortfall, pages, would_free)
+        return Exhausted(f"{wanted} need {pages} more pages than can be had", shortfall, pages, self._would_free)
+
+    def _would_free(self) -> dict[int, dict[str, int]]:
+        return {row: self.blocks_freed_by(row) for row in self.running_rows.tolist()}
 
     # -- the cache ----------------------------------------------------------------------------------------------------
 

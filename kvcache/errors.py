@@ -5,7 +5,7 @@ A message names the thing, its value, and what is allowed; the command line prin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 
 class KvtideError(Exception):
@@ -31,7 +31,7 @@ class Exhausted(KvtideError):
     """A reservation that does not fit; nothing was changed.
 
     `shortfall` maps group names to blocks that the group's own pages cannot give; `pages_short` is how many pages are
-    missing in all. `would_free` maps rows to the blocks per group that preempting that row would give back.
+    missing in all.
     """
 
     def __init__(
@@ -39,9 +39,17 @@ class Exhausted(KvtideError):
         message: str,
         shortfall: Mapping[str, int] | None = None,
         pages_short: int = 0,
-        would_free: Mapping[int, Mapping[str, int]] | None = None,
+        would_free: Callable[[], dict[int, dict[str, int]]] = dict,
     ) -> None:
         super().__init__(message)
         self.shortfall = dict(shortfall or {})
         self.pages_short = pages_short
-        self.would_free = dict(would_free or {})
+        self._would_free = would_free
+
+    @property
+    def would_free(self) -> dict[int, dict[str, int]]:
+        """Per running row, the blocks of each group that preempting it would give back.
+
+        Looked up when asked for, so ask before the manager's next call.
+        """
+        return self._would_free()
