@@ -32,6 +32,9 @@ def geometries(draw: st.DrawFn, dtype: str | None = None) -> PageGeometry:
     groups = draw(st.lists(specs, min_size=1, max_size=4, unique=True))
     if all(spec.per_image for spec in groups):
         groups.append(draw(specs.filter(lambda spec: not spec.per_image)))
+    if draw(st.integers(0, 2)) == 0:
+        state = draw(state_specs(2, 2) if dtype is None else state_specs(2, 2).map(lambda spec: _of_dtype(spec, dtype)))
+        groups += [state] if state not in groups else []
     layers: list[Layer] = []
     for spec in groups:
         draft = draw(st.integers(0, 5)) == 0 and spec is not groups[0]
@@ -61,9 +64,9 @@ STEMS = (
 )
 prompts = st.builds(
     lambda stem, length, tail: [*STEMS[stem][:length], *tail],
-    st.sampled_from([0, 0, 0, 1, 2]),
-    st.integers(1, 40),
-    st.lists(st.integers(0, 1), max_size=6),
+    st.sampled_from([0, 0, 0, 0, 1, 2]),
+    st.sampled_from([1, 8, 9, 16, 17, 18, 24, 33, 40]),
+    st.lists(st.integers(0, 1), max_size=3),
 )
 indices = st.lists(st.integers(0, MAX_ROWS - 1), min_size=1, max_size=MAX_ROWS, unique=True)
 
@@ -106,15 +109,21 @@ class ManagerMachine(RuleBasedStateMachine):
         prompt=prompts,
         salt=st.sampled_from(["", "", "", "other"]),
         adapter=st.sampled_from(["", "", "", "lora"]),
-        items=st.lists(st.builds(Item, st.integers(0, 45), st.sampled_from([b"cat", b"dog"])), max_size=2)
+        items=st.lists(
+            st.builds(Item, st.sampled_from([0, 2, 5, 9, 17]), st.sampled_from([b"cat", b"dog"])), max_size=2
+        )
         | st.just([]),
         image_tokens=st.sampled_from([0, 0, 5, 17]),
         priority=st.integers(-3, 3),
+        chunk=st.sampled_from([0, 4, 8, 24]),
     )
-    def admit(self, prompt: list[int], items: list[Item], **options: Any) -> None:
+    def admit(self, prompt: list[int], items: list[Item], chunk: int, **options: Any) -> None:
         items = [item for item in items if item.position < len(prompt)]
         self.admitted += 1
-        self.engine.admit(f"r{self.admitted}", prompt, items=items, **options)
+        name = f"r{self.admitted}"
+        self.engine.admit(name, prompt, items=items, **options)
+        if chunk and not self.engine.steps:
+            self.compute(name, chunk, from_activations=chunk == 8, overlap=chunk == 4)
 
     @precondition(lambda self: len(self.engine.steps) < self.engine.max_steps and self.running())
     @rule(
@@ -155,18 +164,30 @@ class ManagerMachine(RuleBasedStateMachine):
         self.engine.commit(sampled)
 
     @precondition(lambda self: self.running() and not self.engine.steps)
-    @rule(index=st.integers(0, MAX_ROWS - 1), size=st.sampled_from([3, 8, 24]), from_activations=st.booleans())
-    def prefill(self, index: int, size: int, from_activations: bool) -> None:
-        """A request's whole prompt, alone, with a checkpoint wherever one can be taken."""
-        name = self.running()[index % len(self.running())]
-        request = self.engine.requests[name]
-        while request.committed < len(request.prompt):
-            count = min(size, len(request.prompt) - request.committed)
-            if not self.engine.reserve([name], [count], from_activations=from_activations and self.engine.skips):
-                break
-            self.engine.commit()
-            if self.engine.has_states and self.engine.can_checkpoint(name):
-                self.engine.checkpoint(name)
+    @rule(
+        index=st.integers(0, MAX_ROWS - 1),
+        size=st.sampled_from([3, 4, 8, 24]),
+        from_activations=st.booleans(),
+        overlap=st.booleans(),
+    )
+    def prefill(self, index: int, size: int, from_activations: bool, overlap: bool) -> None:
+        self.compute(self.running()[index % len(self.running())], size, from_activations, overlap)
+
+    def compute(self, name: str, size: int, from_activations: bool, overlap: bool) -> None:
+        """A request's whole prompt, alone, one or two chunks in flight, with a checkpoint wherever one can be taken."""
+        engine = self.engine
+        request = engine.requests[name]
+        while (left := len(request.prompt) - engine.max_model_len + engine.room(name)) > 0 or engine.steps:
+            in_flight = len(engine.steps)
+            if left > 0 and in_flight < (1 + overlap) and in_flight < engine.max_steps and engine.can_reserve(name):
+                chunk = min(size, left)
+                if engine.reserve([name], [chunk], from_activations=from_activations and engine.skips):
+                    continue
+                if not engine.steps:
+                    break
+            engine.commit()
+            if engine.has_states and engine.can_checkpoint(name):
+                engine.checkpoint(name)
 
     @precondition(lambda self: self.running())
     @rule(index=st.integers(0, MAX_ROWS - 1))
