@@ -1,10 +1,11 @@
 """Who owns which block now: the hybrid memory manager, drafts and thinking budgets."""
 
 from .accounting import MemoryByCause
+from .cache import Pin
 from .drafts import DraftAccounting, DraftCounts
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from .hashing import Item
-from .manager import Admission, Copy, HybridMemoryManager, Pin, Reservation
+from .manager import Admission, Copy, HybridMemoryManager, Reservation
 from .planner import fits
 from .thinking import Forcing, ThinkingBudget, ThinkingMarkers
 

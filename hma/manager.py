@@ -26,14 +26,12 @@ from kvtide.kvcache.solver import solve_geometry
 from kvtide.kvcache.specs import Int64Array
 
 from .accounting import MemoryByCause, account
+from .cache import Pin, PrefixCache
 from .drafts import DraftAccounting
-from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from .events import KvEvent
 from .groups import ManagedGroup, base_block, make_groups
 from .hashing import Item, KeyChain, as_token_bytes, namespace
-from .hits import Hit, find_hit
 from .pool import CLASS_NORMAL, CLASS_SCRAP, PagePool
-from .prefix_index import PrefixIndex
-from .quotas import Quotas
 from .sequences import FreshKeys, Sequences
 from .steps import MAX_DRAFTS, Parting, Step, StepQueue
 from .tables import GroupTable, ranges
@@ -75,13 +73,6 @@ class Reservation(NamedTuple):
     num_tokens: Int64Array
     changed: dict[str, Int64Array]
     copies: list[Copy]
-
-
-class Pin(NamedTuple):
-    """A cached prefix that is held until `unpin`: `num_tokens` of it are there."""
-
-    number: int
-    num_tokens: int
 
 
 class HybridMemoryManager:
@@ -140,7 +131,7 @@ class HybridMemoryManager:
         self.lookahead = lookahead
         self.drafts = DraftAccounting(MAX_DRAFTS)
         self.base = base_block(geometry)
-        self.pool = PagePool(geometry, num_pages, self._evicted)
+        self.pool = PagePool(geometry, num_pages, lambda ids: self._cache.evicted(ids))
         self.groups = make_groups(
             geometry,
             base=self.base,
@@ -151,20 +142,22 @@ class HybridMemoryManager:
             lookahead=lookahead,
             pin_memory=pin_memory,
         )
-        self.index = PrefixIndex([group.cells_per_key for group in self.groups], num_pages * self.pool.stride)
         self.committed = np.zeros(max_requests, dtype=np.int64)
         self.image_tokens = np.zeros(max_requests, dtype=np.int64)
-        self._caching = prefix_caching
-        self._drop_last = drop_last_block
         self._space = namespace(
             model_id, repr([(f.group.name, f.group.spec, f.block_size) for f in geometry.formats]), hash_key
         )
         self._steps = StepQueue(max_requests, max_steps_in_flight)
         self._sequences = Sequences(max_requests, self.base, keep_tokens=events)
-        self._quotas = Quotas(self.pool, [fmt.block_bytes for fmt in geometry.formats])
-        self._events: list[KvEvent] | None = [] if events else None
+        self._cache = PrefixCache(
+            self.pool,
+            self.groups,
+            self._sequences,
+            enabled=prefix_caching,
+            drop_last=drop_last_block,
+            events=events,
+        )
         self._states = [group for group in self.groups if group.is_state]
-        self._draft_groups = [group.number for group in self.groups if group.draft_only]
         self._row_of: dict[str, int] = {}
         self._request_of: list[str | None] = [None] * max_requests
         self._salt: list[str] = [""] * max_requests
@@ -176,8 +169,6 @@ class HybridMemoryManager:
         self._changed = np.zeros((len(self.groups), max_requests), dtype=np.bool_)
         # Checkpoints that a row's states are restored from, by row and group; they stay referenced until the commit.
         self._checkpoints: dict[int, dict[int, Int64Array]] = {}
-        self._pins: dict[int, Int64Array] = {}
-        self._next_pin = 0
 
     # -- a request comes, waits, goes ---------------------------------------------------------------------------------
 
@@ -218,7 +209,7 @@ class HybridMemoryManager:
             raise Exhausted(f"all {self.max_requests} rows are taken")
         space = namespace(self._space, salt, adapter)
         row = self._free_rows.pop()
-        self._sequences.start(row, space, tokens, sorted(items), hashed=self._caching)
+        self._sequences.start(row, space, tokens, sorted(items), hashed=self._cache.enabled)
         self._row_of[request_id] = row
         self._request_of[row] = request_id
         self._salt[row] = salt
@@ -252,10 +243,7 @@ class HybridMemoryManager:
     def _start(self, row: int) -> Admission:
         known, prompt = int(self._sequences.known[row]), int(self._sequences.prompt[row])
         # The token after the known ones has been sampled once decoding has begun; before that the last one is computed.
-        hit = self._find(self._sequences.keys(row), known if known > prompt else known - 1)
-        if hit.num_tokens:
-            # All groups pin before anything else is taken, so that no group's growth evicts another's hit.
-            self.pool.acquire(hit.all_ids())
+        hit = self._cache.find(self._sequences.keys(row), known if known > prompt else known - 1)
         for group in self.groups:
             part = hit.blocks.get(group.number)
             if part is None:
@@ -272,11 +260,6 @@ class HybridMemoryManager:
         self._changed[:, row] = True
         return Admission(row, hit.num_tokens, hit.limited_by)
 
-    def _find(self, keys: Sequence[bytes], max_tokens: int) -> Hit:
-        if not self._caching:
-            return Hit(0, {}, ())
-        return find_hit(self.groups, self.index, keys, max_tokens, self._drop_last)
-
     def _leave(self, row: int) -> None:
         """Give back what a row holds, its tail before its head, in one order over all groups."""
         positions, blocks = [], []
@@ -292,13 +275,9 @@ class HybridMemoryManager:
         held = held[np.argsort(-np.concatenate(positions), kind="stable")]
         self.committed[row] = self._sequences.registered[row] = 0
         self._changed[:, row] = True
-        parting = Parting(held, self._classes(held, np.full(len(held), self._class[row])), self._salt[row])
+        parting = Parting(held, np.full(len(held), self._class[row]), self._salt[row])
         if self._steps.stop(row, parting):
-            self._part(parting)
-
-    def _part(self, parting: Parting) -> None:
-        self.pool.release(parting.ids, parting.classes)
-        self._keep_quota(parting.salt, parting.ids)
+            self._cache.release(*parting)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -364,7 +343,7 @@ class HybridMemoryManager:
         step = self._steps.oldest(rows, accepted)
         self._check_states(step, accepted)
         committed = self.committed[rows] + accepted
-        if self._caching:
+        if self._cache.enabled:
             ids = np.frombuffer(as_token_bytes([] if token_ids is None else token_ids), dtype="<i4")
             unseen = self._sequences.unseen(rows, committed)
             if len(ids) != unseen.sum():
@@ -378,13 +357,13 @@ class HybridMemoryManager:
         if step.num_drafts.any():
             self.drafts.record(step.num_drafts, np.maximum(accepted - (step.num_tokens - step.num_drafts), 0))
         self._settle_states(rows, accepted)
-        if self._caching and (fresh := self._sequences.register(rows, committed)):
-            self._register(fresh)
+        if self._cache.enabled and (fresh := self._sequences.register(rows, committed)):
+            self._cache.register(fresh)
         for group in self.groups:
             if group.is_bounded:
                 self._slide(group, rows, committed)
         for parting in partings:
-            self._part(parting)
+            self._cache.release(*parting)
 
     def checkpoint(self, row: int) -> list[Copy]:
         """Keep a copy of a row's recurrent states for later prefix hits.
@@ -394,39 +373,30 @@ class HybridMemoryManager:
         """
         self._check_running(row)
         committed, in_flight = int(self.committed[row]), int(self._steps.in_flight[row])
-        if not self._states or not self._caching:
+        if not self._states or not self._cache.enabled:
             return []
         if committed % self.base or not committed or in_flight:
             raise KvtideError(
                 f"row {row} has {committed} committed tokens and {in_flight} in flight; "
                 f"a checkpoint needs a multiple of {self.base} and none in flight"
             )
-        number = np.array([committed // self.base - 1])
-        key = self._sequences.keys(row)[committed // self.base - 1]
-        nodes = self.index.find([key])
-        if all((self.index.cells(group.number, nodes) >= 0).all() for group in self._states):
-            return []
+        number = committed // self.base - 1
+        key = self._sequences.keys(row)[number]
         needs = [group.fmt.tables if group.is_state else 0 for group in self.groups]
-        if self.pool.pages_short(needs) > 0:
-            return []
         # The block that holds the running state exists from the first step on; before it there is nothing to keep.
-        if not all(group.table.end[row] for group in self._states):
+        begun = all(group.table.end[row] for group in self._states)
+        if not begun or self._cache.has_states(key, self._states) or self.pool.pages_short(needs) > 0:
             return []
-        # Taking may evict, also what this key had; so everything is taken before the node is looked up, and held until
-        # all of it is in its cells.
+        # Taking may evict, also what this key had; so everything is taken before it is put there, and held until then.
         taken = self.pool.take(needs)
-        nodes = self.index.nodes_for([key])
-        copies = []
+        fresh = FreshKeys(np.array([row]), np.array([number]), [key])
+        copies = [
+            Copy(group.name, group.table.entries[:, row, 0].copy(), group.table.to_entries(taken[group.number]))
+            for group in self._cache.register_states(self._states, taken, fresh)
+        ]
         for group in self._states:
             ids = taken[group.number]
-            put = self._put(group, nodes, np.zeros(len(ids), dtype=np.int64), np.arange(len(ids)), ids)
-            if put:
-                copies.append(Copy(group.name, group.table.entries[:, row, 0].copy(), group.table.to_entries(ids)))
-                self._announce(group, FreshKeys(np.array([row]), number, [key]), nodes)
-        self.index.forget_empty(nodes)
-        for group in self._states:
-            self.pool.release(taken[group.number], int(self._class[row]))
-            self._keep_quota(self._salt[row], taken[group.number])
+            self._cache.release(ids, np.full(len(ids), self._class[row]), self._salt[row])
         return copies
 
     # -- inside a step ------------------------------------------------------------------------------------------------
@@ -474,26 +444,6 @@ class HybridMemoryManager:
         self._covered[rows] = covered
         return has_gap
 
-    def _register(self, fresh: FreshKeys) -> None:
-        """Put the rows' blocks under the keys that have become whole."""
-        nodes = self.index.nodes_for(fresh.keys)
-        for group in self.groups:
-            if group.is_state or group.is_cross:
-                continue
-            which, columns, ids = group.blocks_of_keys(fresh.rows, fresh.numbers)
-            self._put(group, nodes, which, columns, ids)
-            self._announce(group, fresh, nodes)
-        # A node can stay empty: a state-only model, or tokens that never had a block.
-        self.index.forget_empty(nodes)
-
-    def _put(
-        self, group: ManagedGroup, nodes: Int64Array, which: Int64Array, columns: Int64Array, ids: Int64Array
-    ) -> bool:
-        """Put blocks into the cells of `nodes[which]` that are empty; whether any was."""
-        put = self.index.insert(group.number, nodes[which], columns, ids)
-        self.pool.set_cached(put)
-        return len(put) > 0
-
     def _slide(self, group: ManagedGroup, rows: Int64Array, committed: Int64Array) -> None:
         first = group.first_block(committed)
         moved = first > group.table.first[rows]
@@ -512,30 +462,9 @@ class HybridMemoryManager:
         useful = (end > prompt - reach - slack) & (end - group.fmt.block_size < prompt)
         useful |= (end > junction - reach) & (end <= junction)
         classes = np.where(useful, self._class[owners], np.uint8(CLASS_SCRAP))
-        flat = ids.T.ravel()
-        self._release_shared(flat, self._classes(flat, np.repeat(classes, group.fmt.tables)))
-        if self._quotas:
-            salts = np.array([self._salt[row] for row in np.repeat(owners, group.fmt.tables).tolist()])
-            for salt in set(salts.tolist()):
-                self._keep_quota(salt, flat[salts == salt])
-
-    def _release_shared(self, ids: Int64Array, classes: npt.NDArray[np.uint8]) -> None:
-        """Release blocks of several rows, which may hold one and the same block."""
-        # A block that two rows hold has two references.
-        while len(ids) and self.pool.refs[ids].max() > 1:
-            _, once = np.unique(ids, return_index=True)
-            once.sort()
-            self.pool.release(ids[once], classes[once])
-            ids, classes = np.delete(ids, once), np.delete(classes, once)
-        if len(ids):
-            self.pool.release(ids, classes)
-
-    def _classes(self, ids: Int64Array, classes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """Eviction classes; blocks of groups that only a drafter has go first, whatever their row's priority."""
-        if self._draft_groups:
-            owners = self.pool.owner[ids // self.pool.stride]
-            classes = np.where(np.isin(owners, self._draft_groups), np.uint8(CLASS_SCRAP), classes)
-        return classes
+        tables = group.fmt.tables
+        salts = [self._salt[row] for row in np.repeat(owners, tables).tolist()] if self._cache.quotas else []
+        self._cache.release_dead(ids.T.ravel(), np.repeat(classes, tables), salts)
 
     def _restored(self, rows: Int64Array) -> list[Copy]:
         """Copies that bring a hit's checkpoints into the running states."""
@@ -550,7 +479,7 @@ class HybridMemoryManager:
         """Let go of restored checkpoints, and make the state after the last accepted token the running one."""
         for row in rows.tolist() if self._checkpoints else ():
             for ids in self._checkpoints.pop(row, {}).values():
-                self._part(Parting(ids, np.full(len(ids), self._class[row]), self._salt[row]))
+                self._cache.release(ids, np.full(len(ids), self._class[row]), self._salt[row])
         if not self.lookahead:
             return
         for group in self._states:
@@ -575,67 +504,26 @@ class HybridMemoryManager:
 
     def pin(self, token_ids: npt.ArrayLike, *, salt: str = "", adapter: str = "", items: Sequence[Item] = ()) -> Pin:
         """Hold the longest cached prefix of some tokens, so that it cannot be evicted until `unpin`."""
-        chain = KeyChain(self.base, namespace(self._space, salt, adapter))
         tokens = as_token_bytes(token_ids)
+        chain = KeyChain(self.base, namespace(self._space, salt, adapter))
         chain.extend(tokens, sorted(items))
-        hit = self._find(chain.keys, len(tokens) // 4)
-        number = self._next_pin
-        self._next_pin += 1
-        self._pins[number] = hit.all_ids()
-        self.pool.acquire(self._pins[number])
-        return Pin(number, hit.num_tokens)
+        return self._cache.pin(chain.keys, len(tokens) // 4)
 
     def unpin(self, pin: Pin) -> None:
         """Let go of a pinned prefix; it stays cached like any other."""
-        ids = self._pins.pop(pin.number, None)
-        if ids is None:
-            raise KvtideError(f"pin {pin.number} is not held; it was let go already")
-        self.pool.release(ids, CLASS_NORMAL)
+        self._cache.unpin(pin)
 
     def set_quota(self, salt: str, num_bytes: int | str | None) -> None:
         """Bound the cached bytes that requests of a salt leave behind from now on; None lifts the bound."""
-        self._quotas.set(salt, None if num_bytes is None else parse_bytes(num_bytes))
+        self._cache.quotas.set(salt, None if num_bytes is None else parse_bytes(num_bytes))
 
     def reset_cache(self) -> None:
         """Forget every cached block that nothing holds."""
-        idle = np.concatenate([self.pool.evictable_blocks(group.number) for group in self.groups])
-        events, self._events = self._events, None
-        self._drop(idle)
-        self._events = events
-        if self._events is not None:
-            self._events.append(AllBlocksCleared())
+        self._cache.reset()
 
     def take_events(self) -> list[KvEvent]:
         """The KV events since the last call; needs `events=True`."""
-        if self._events is None:
-            raise KvtideError("events are off; construct the manager with events=True")
-        events, self._events = self._events, []
-        return events
-
-    def _keep_quota(self, salt: str, released: Int64Array) -> None:
-        self._drop(self._quotas.overrun(salt, released))
-
-    def _drop(self, ids: Int64Array) -> None:
-        if len(ids):
-            self._evicted(ids)
-            self.pool.drop_cached(ids)
-
-    def _evicted(self, ids: Int64Array) -> None:
-        """The pool takes cached blocks for something else."""
-        if self._events is not None:
-            complete = self.index.complete_cells(ids)
-            self._events += [BlockRemoved(key, self.groups[number].name) for key, number in complete]
-        self.index.remove(ids)
-
-    def _announce(self, group: ManagedGroup, fresh: FreshKeys, nodes: Int64Array) -> None:
-        if self._events is None:
-            return
-        whole = (self.index.cells(group.number, nodes) >= 0).all(axis=1)
-        for i in np.flatnonzero(whole).tolist():
-            row, number = int(fresh.rows[i]), int(fresh.numbers[i])
-            parent = self._sequences.keys(row)[number - 1] if number else None
-            ids = self._sequences.token_ids(row, number)
-            self._events.append(BlockStored(fresh.keys[i], parent, ids, group.name))
+        return self._cache.take_events()
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -686,12 +574,12 @@ class HybridMemoryManager:
 
     def pinned_blocks(self) -> Int64Array:
         """Ids of the blocks that pins hold; a block occurs once per pin."""
-        return np.concatenate([np.empty(0, dtype=np.int64), *self._pins.values()])
+        return self._cache.pinned_blocks()
 
     def check(self) -> None:
         """All invariants, recomputed from scratch; `AssertionError` on the first that does not hold. For tests."""
         self.pool.check()
-        self.index.check(np.flatnonzero(self.pool.cached))
+        self._cache.index.check(np.flatnonzero(self.pool.cached))
         holders = [self._steps.held(), self.pinned_blocks()]
         holders += [ids for checkpoints in self._checkpoints.values() for ids in checkpoints.values()]
         for row in self.running_rows.tolist():

@@ -1,0 +1,197 @@
+"""The prefix cache: which blocks stay after their requests have gone, under which keys, for how long, and who is told.
+
+It stands between the pool, which knows blocks but no keys, and the prefix index, which knows keys but no references.
+The pool calls `evicted` when it takes cached blocks for something else. Pins hold prefixes, quotas bound what a salt
+leaves behind, events let a router follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.kvcache import KvtideError
+from kvtide.kvcache.specs import Int64Array
+
+from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from .groups import ManagedGroup
+from .hits import Hit, find_hit
+from .pool import CLASS_NORMAL, CLASS_SCRAP, PagePool
+from .prefix_index import PrefixIndex
+from .quotas import Quotas
+from .sequences import FreshKeys, Sequences
+
+
+class Pin(NamedTuple):
+    """A cached prefix that is held until `unpin`: `num_tokens` of it are there."""
+
+    number: int
+    num_tokens: int
+
+
+class PrefixCache:
+    """One per manager. `enabled` False caches nothing; `drop_last` gives up the last block of every hit."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        groups: Sequence[ManagedGroup],
+        sequences: Sequences,
+        *,
+        enabled: bool,
+        drop_last: bool,
+        events: bool,
+    ) -> None:
+        self.enabled = enabled
+        self.index = PrefixIndex([group.cells_per_key for group in groups], len(pool.refs))
+        self.quotas = Quotas(pool, [group.fmt.block_bytes for group in groups])
+        self._pool = pool
+        self._groups = groups
+        self._sequences = sequences
+        self._drop_last = drop_last
+        self._events: list[KvEvent] | None = [] if events else None
+        self._draft_groups = [group.number for group in groups if group.draft_only]
+        self._pins: dict[int, Int64Array] = {}
+        self._next_pin = 0
+
+    def find(self, keys: Sequence[bytes], max_tokens: int) -> Hit:
+        """The longest hit of at most `max_tokens` under these keys; its blocks are referenced at once."""
+        if not self.enabled:
+            return Hit(0, {}, ())
+        hit = find_hit(self._groups, self.index, keys, max_tokens, self._drop_last)
+        if hit.num_tokens:
+            # All groups pin before anything else is taken, so that no group's growth evicts another's hit.
+            self._pool.acquire(hit.all_ids())
+        return hit
+
+    # -- blocks come and go -------------------------------------------------------------------------------------------
+
+    def register(self, fresh: FreshKeys) -> None:
+        """Put the rows' blocks under keys that have become whole. A key that has its blocks already keeps them."""
+        nodes = self.index.nodes_for(fresh.keys)
+        for group in self._groups:
+            if group.is_state or group.is_cross:
+                continue
+            which, columns, ids = group.blocks_of_keys(fresh.rows, fresh.numbers)
+            self._pool.set_cached(self.index.insert(group.number, nodes[which], columns, ids))
+            self._announce(group, fresh, nodes)
+        # A node can stay empty: a state-only model, or tokens that never had a block.
+        self.index.forget_empty(nodes)
+
+    def has_states(self, key: bytes, states: Sequence[ManagedGroup]) -> bool:
+        """Whether every one of the groups has a checkpoint under the key."""
+        node = self.index.find([key])
+        return all((self.index.cells(group.number, node) >= 0).all() for group in states)
+
+    def register_states(
+        self, states: Sequence[ManagedGroup], taken: Sequence[Int64Array], fresh: FreshKeys
+    ) -> list[ManagedGroup]:
+        """Put checkpoint blocks `taken[group]` under one key; returns the groups that had none there."""
+        nodes = self.index.nodes_for(fresh.keys)
+        added = []
+        for group in states:
+            ids = taken[group.number]
+            put = self.index.insert(group.number, nodes.repeat(len(ids)), np.arange(len(ids)), ids)
+            self._pool.set_cached(put)
+            if len(put):
+                added.append(group)
+                self._announce(group, fresh, nodes)
+        self.index.forget_empty(nodes)
+        return added
+
+    def release(self, ids: Int64Array, classes: npt.NDArray[np.uint8], salt: str) -> None:
+        """Drop one reference of each block, first the one to be evicted first, and keep the salt's quota."""
+        self._pool.release(ids, self._adjusted(ids, classes))
+        if self.quotas:
+            self._drop(self.quotas.overrun(salt, ids))
+
+    def release_dead(self, ids: Int64Array, classes: npt.NDArray[np.uint8], salts: Sequence[str]) -> None:
+        """Drop references of blocks of several rows, which may hold one and the same block; one salt per block."""
+        rest = np.arange(len(ids))
+        # A block that two rows hold has two references.
+        while len(rest) and self._pool.refs[ids[rest]].max() > 1:
+            _, once = np.unique(ids[rest], return_index=True)
+            once.sort()
+            first = rest[once]
+            self._pool.release(ids[first], self._adjusted(ids[first], classes[first]))
+            rest = np.delete(rest, once)
+        if len(rest):
+            self._pool.release(ids[rest], self._adjusted(ids[rest], classes[rest]))
+        if self.quotas:
+            for salt in set(salts):
+                self._drop(self.quotas.overrun(salt, _unique(ids[[other == salt for other in salts]])))
+
+    def evicted(self, ids: Int64Array) -> None:
+        """The pool takes cached blocks for something else."""
+        if self._events is not None:
+            broken = self.index.complete_cells(ids)
+            self._events += [BlockRemoved(key, self._groups[number].name) for key, number in broken]
+        self.index.remove(ids)
+
+    def _adjusted(self, ids: Int64Array, classes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """Eviction classes; blocks of groups that only a drafter has go first, whatever their row's priority."""
+        if self._draft_groups:
+            owners = self._pool.owner[ids // self._pool.stride]
+            classes = np.where(np.isin(owners, self._draft_groups), np.uint8(CLASS_SCRAP), classes)
+        return classes
+
+    def _drop(self, ids: Int64Array) -> None:
+        if len(ids):
+            self.evicted(ids)
+            self._pool.drop_cached(ids)
+
+    def _announce(self, group: ManagedGroup, fresh: FreshKeys, nodes: Int64Array) -> None:
+        if self._events is None:
+            return
+        whole = (self.index.cells(group.number, nodes) >= 0).all(axis=1)
+        for i in np.flatnonzero(whole).tolist():
+            row, number = int(fresh.rows[i]), int(fresh.numbers[i])
+            parent = self._sequences.keys(row)[number - 1] if number else None
+            ids = self._sequences.token_ids(row, number)
+            self._events.append(BlockStored(fresh.keys[i], parent, ids, group.name))
+
+    # -- what its users steer -----------------------------------------------------------------------------------------
+
+    def pin(self, keys: Sequence[bytes], max_tokens: int) -> Pin:
+        """Hold the longest cached prefix, so that it cannot be evicted until `unpin`."""
+        hit = self.find(keys, max_tokens)
+        pin = Pin(self._next_pin, hit.num_tokens)
+        self._next_pin += 1
+        self._pins[pin.number] = hit.all_ids()
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """Let go of a pinned prefix; it stays cached like any other."""
+        ids = self._pins.pop(pin.number, None)
+        if ids is None:
+            raise KvtideError(f"pin {pin.number} is not held; it was let go already")
+        self._pool.release(ids, CLASS_NORMAL)
+
+    def pinned_blocks(self) -> Int64Array:
+        """Ids of the blocks that pins hold; a block occurs once per pin."""
+        return np.concatenate([np.empty(0, dtype=np.int64), *self._pins.values()])
+
+    def reset(self) -> None:
+        """Forget every cached block that nothing holds."""
+        events, self._events = self._events, None
+        self._drop(np.concatenate([self._pool.evictable_blocks(group.number) for group in self._groups]))
+        self._events = events
+        if self._events is not None:
+            self._events.append(AllBlocksCleared())
+
+    def take_events(self) -> list[KvEvent]:
+        """The KV events since the last call; `KvtideError` when they are off."""
+        if self._events is None:
+            raise KvtideError("events are off; construct the manager with events=True")
+        events, self._events = self._events, []
+        return events
+
+
+def _unique(ids: Int64Array) -> Int64Array:
+    """Each id once, in the order of first occurrence."""
+    _, first = np.unique(ids, return_index=True)
+    distinct: Int64Array = ids[np.sort(first)]
+    return distinct
