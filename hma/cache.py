@@ -76,8 +76,9 @@ class PrefixCache:
             if group.is_state or group.is_cross:
                 continue
             which, columns, ids = group.blocks_of_keys(fresh.rows, fresh.numbers)
-            self._pool.set_cached(self.index.insert(group.number, nodes[which], columns, ids))
-            self._announce(group, fresh, nodes)
+            put = self.index.insert(group.number, nodes[which], columns, ids)
+            self._pool.set_cached(put)
+            self._announce(group, fresh, nodes, put)
         # A node can stay empty: a state-only model, or tokens that never had a block.
         self.index.forget_empty(nodes)
 
@@ -98,7 +99,7 @@ class PrefixCache:
             self._pool.set_cached(put)
             if len(put):
                 added.append(group)
-                self._announce(group, fresh, nodes)
+                self._announce(group, fresh, nodes, put)
         self.index.forget_empty(nodes)
         return added
 
@@ -143,10 +144,11 @@ class PrefixCache:
             self.evicted(ids)
             self._pool.drop_cached(ids)
 
-    def _announce(self, group: ManagedGroup, fresh: FreshKeys, nodes: Int64Array) -> None:
+    def _announce(self, group: ManagedGroup, fresh: FreshKeys, nodes: Int64Array, put: Int64Array) -> None:
+        """Tell of the keys whose cells these blocks have made complete."""
         if self._events is None:
             return
-        whole = (self.index.cells(group.number, nodes) >= 0).all(axis=1)
+        whole = (self.index.cells(group.number, nodes) >= 0).all(axis=1) & np.isin(nodes, self.index.node_of(put))
         for i in np.flatnonzero(whole).tolist():
             row, number = int(fresh.rows[i]), int(fresh.numbers[i])
             parent = self._sequences.keys(row)[number - 1] if number else None

@@ -20,11 +20,15 @@ from .prefix_index import PrefixIndex
 
 
 class GroupHit(NamedTuple):
-    """Blocks that a hit takes over: `first` block behind the sinks, ids `[tables, n]` as a table row holds them."""
+    """Blocks that a hit takes over: `first` block behind the sinks, ids `[tables, n]` as a table row holds them.
+
+    `tokens[i]` is where column i ends.
+    """
 
     first: int
     end: int
     ids: Int64Array
+    tokens: Int64Array
 
 
 class Hit(NamedTuple):
@@ -40,8 +44,14 @@ class Hit(NamedTuple):
     junction: int = 0
 
     def all_ids(self) -> Int64Array:
-        """Ids of all blocks of the hit."""
-        return np.concatenate([np.empty(0, dtype=np.int64), *(part.ids.ravel() for part in self.blocks.values())])
+        """Ids of all blocks of the hit, its tail before its head, in one order over all groups."""
+        if not self.blocks:
+            return np.empty(0, dtype=np.int64)
+        parts = self.blocks.values()
+        ends = np.concatenate([np.repeat(part.tokens, part.ids.shape[0]) for part in parts])
+        ids = np.concatenate([part.ids.T.ravel() for part in parts])
+        ordered: Int64Array = ids[np.argsort(-ends, kind="stable")]
+        return ordered
 
 
 def find_hit(
@@ -102,9 +112,9 @@ def _servable(group: ManagedGroup, ids: Int64Array, lengths: Int64Array) -> npt.
 
 def _blocks(group: ManagedGroup, ids: Int64Array, length: int) -> GroupHit:
     if group.is_state:
-        return GroupHit(0, 1, ids[length // group.base - 1][:, None])
+        return GroupHit(0, 1, ids[length // group.base - 1][:, None], np.array([length]))
     end = length // group.fmt.block_size
     sinks = group.table.sink_blocks
     first = int(group.first_block(np.array(length))) if group.is_bounded else 0
     logical = np.concatenate([np.arange(min(end, sinks)), np.arange(first, max(end, first))])
-    return GroupHit(first, end, ids[logical].T)
+    return GroupHit(first, end, ids[logical].T, (logical + 1) * group.fmt.block_size)

@@ -33,7 +33,7 @@ from .groups import ManagedGroup, base_block, make_groups
 from .hashing import Item, KeyChain, as_token_bytes, namespace
 from .pool import CLASS_NORMAL, CLASS_SCRAP, PagePool
 from .sequences import FreshKeys, Sequences
-from .steps import MAX_DRAFTS, Parting, Step, StepQueue
+from .steps import MAX_DRAFTS, Parting, Step, StepQueue, whole_numbers
 from .tables import GroupTable, ranges
 
 # Tokens behind the window that a prompt's end keeps at full value, so that a prompt which parts a little earlier still
@@ -158,6 +158,7 @@ class HybridMemoryManager:
             events=events,
         )
         self._states = [group for group in self.groups if group.is_state]
+        self._unknown_images = 0
         self._row_of: dict[str, int] = {}
         self._request_of: list[str | None] = [None] * max_requests
         self._salt: list[str] = [""] * max_requests
@@ -186,9 +187,10 @@ class HybridMemoryManager:
         """Give a request a row and pin the blocks of the longest prefix that is cached.
 
         `token_ids` is the prompt, of any integer dtype. Prompts of different `salt` or `adapter` never share blocks;
-        `items` are the prompt's multimodal items. `image_tokens` are kept by cross-attention layers. `priority` from -3
-        to 3 says how long its blocks stay cached afterwards. The last token is never served from the cache. Takes no
-        memory beyond the hit. `Exhausted` when all rows are taken, `ConfigError` for a bad prompt.
+        `items` are the prompt's multimodal items. `image_tokens` are kept by cross-attention layers; without `items`
+        that say which images they are, such a prompt shares nothing. `priority` from -3 to 3 says how long its blocks
+        stay cached afterwards. The last token is never served from the cache. Takes no memory beyond the hit.
+        `Exhausted` when all rows are taken, `ConfigError` for a bad prompt.
         """
         tokens = as_token_bytes(token_ids)
         count = len(tokens) // 4
@@ -207,7 +209,12 @@ class HybridMemoryManager:
                 raise ConfigError(f"an item of request {request_id!r} starts at {item.position}, of {count} tokens")
         if not self._free_rows:
             raise Exhausted(f"all {self.max_requests} rows are taken")
-        space = namespace(self._space, salt, adapter)
+        parts = [salt, adapter]
+        if image_tokens and not items and any(group.is_cross for group in self.groups):
+            # The text's keys and values depend on the images. Without a digest of them nothing may be shared.
+            parts.append(f"unknown images {self._unknown_images}")
+            self._unknown_images += 1
+        space = namespace(self._space, *parts)
         row = self._free_rows.pop()
         self._sequences.start(row, space, tokens, sorted(items), hashed=self._cache.enabled)
         self._row_of[request_id] = row
@@ -293,12 +300,13 @@ class HybridMemoryManager:
 
         `num_drafts[i]` of the tokens are drafts, for the metrics. With `kv_from_activations` the engine's kernel reads
         the step's own keys and values from its activations, so that tokens which are out of reach once the step is done
-        get no block (slot -1). `Exhausted` when the blocks do not fit: then nothing has changed.
+        get no block (slot -1), and prompts that part inside them later find no window there. `Exhausted` when the
+        blocks do not fit: then nothing has changed.
         """
         # Copies, since they are kept until the commit and engines reuse their arrays.
-        rows = np.array(rows, dtype=np.int64)
-        tokens = np.array(num_tokens, dtype=np.int64)
-        drafts = np.zeros_like(tokens) if num_drafts is None else np.array(num_drafts, dtype=np.int64)
+        rows = whole_numbers("rows", rows)
+        tokens = whole_numbers("num_tokens", num_tokens)
+        drafts = np.zeros_like(tokens) if num_drafts is None else whole_numbers("num_drafts", num_drafts)
         self._steps.check_reserve(rows, tokens, drafts, self.max_step_tokens)
         start = self.committed[rows] + self._steps.in_flight[rows]
         self._check_length(rows, start, tokens)
@@ -338,8 +346,8 @@ class HybridMemoryManager:
         blocks get their keys, windows slide, dead blocks go back. `KvtideError` for anything that does not match the
         step: then nothing has changed.
         """
-        rows = np.asarray(rows, dtype=np.int64)
-        accepted = np.asarray(num_accepted, dtype=np.int64)
+        rows = whole_numbers("rows", rows)
+        accepted = whole_numbers("num_accepted", num_accepted)
         step = self._steps.oldest(rows, accepted)
         self._check_states(step, accepted)
         committed = self.committed[rows] + accepted
@@ -530,6 +538,11 @@ class HybridMemoryManager:
     def stats(self) -> MemoryByCause:
         """Bytes of the pool by cause; they add up to the pool. Looks at everything: not for every step."""
         return account(self)
+
+    @property
+    def prefix_caching(self) -> bool:
+        """Whether prefixes are cached."""
+        return self._cache.enabled
 
     @property
     def tables(self) -> Mapping[str, GroupTable]:

@@ -149,10 +149,11 @@ class PagePool:
         Cached blocks without a reference become evictable with the given class; the others are free. Blocks of several
         groups may be mixed: their order holds across groups.
         """
-        refs = self.refs[ids] - 1
+        np.subtract.at(self.refs, ids, ONE)
+        refs = self.refs[ids]
         if refs.min(initial=0) < 0:
+            np.add.at(self.refs, ids, ONE)
             raise KvtideError(f"block {int(ids[refs < 0][0])} has no reference left to release")
-        self.refs[ids] = refs
         idle = refs == 0
         if not idle.all():
             ids = ids[idle]

@@ -144,5 +144,13 @@ class StepQueue:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
+def whole_numbers(name: str, values: npt.ArrayLike) -> Int64Array:
+    """A copy as int64, since engines reuse their arrays; `KvtideError` for anything but whole numbers."""
+    given = np.asarray(values)
+    if given.size and given.dtype.kind not in "iu":
+        raise KvtideError(f"{name} must be whole numbers, not {given.dtype}")
+    return given.astype(np.int64)
+
+
 def _some(rows: Int64Array) -> str:
     return f"{rows[:8].tolist()}{'' if len(rows) <= 8 else f' and {len(rows) - 8} more'}"

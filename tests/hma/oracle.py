@@ -153,6 +153,7 @@ class Engine:
         self.base = self._base()
         self.prefixes = Prefixes()
         self.requests: dict[str, Request] = {}
+        self.unknown_images = 0
         self.steps: list[Step] = []
         self.limbo: list[tuple[int, list[tuple[int, Entry]]]] = []
         self.cached: dict[CacheKey, Entry] = {}
@@ -239,9 +240,12 @@ class Engine:
         image_tokens: int = 0,
         priority: int = 0,
     ) -> Request:
-        request = Request(
-            name, list(prompt), self.prefixes.root(salt, adapter), sorted(items), image_tokens, known=len(prompt)
-        )
+        root = self.prefixes.root(salt, adapter)
+        if image_tokens and not items and any(isinstance(f.group.spec, CrossAttention) for f in self.formats):
+            # Nobody said which images these are, so they are like no others.
+            self.unknown_images += 1
+            root = self.prefixes.root(salt, f"{adapter} unknown images {self.unknown_images}")
+        request = Request(name, list(prompt), root, sorted(items), image_tokens, known=len(prompt))
         self.extend(request, prompt)
         expected = self.expected_hit(request)
         admission = self.manager.admit(

@@ -794,8 +794,9 @@ def test_engine_may_reuse_its_arrays_while_a_step_is_in_flight() -> None:
 
 def test_cross_attention_may_have_any_block_size() -> None:
     m = manager(geometry((FULL, 4), (CrossAttention(1, 1, 1), 6)), 40)
-    cache(m, tokens(8), image_tokens=13)
-    row = m.admit("r", tokens(9), image_tokens=13).row
+    image = [Item(0, b"an image")]
+    cache(m, tokens(8), image_tokens=13, items=image)
+    row = m.admit("r", tokens(9), image_tokens=13, items=image).row
     assert int(m.committed[row]) == 8
     step(m, row, 1)
     assert blocks(m, "cross_attention", row) == [0, 1, 2]
@@ -813,3 +814,39 @@ def test_engine_of_the_oracle_sees_a_manager_that_hands_out_a_block_twice() -> N
     with pytest.raises(AssertionError):
         engine.reserve(["b"], [8])
     engine.manager.pool.take = taken  # type: ignore[method-assign]
+
+
+def test_prompts_whose_images_are_not_named_share_nothing() -> None:
+    """The text's keys and values depend on the image that cross attention reads."""
+    m = manager(geometry((FULL, 4), (CrossAttention(1, 1, 1), 4)), 40)
+    cache(m, tokens(8), image_tokens=4)
+    assert m.admit("same text, who knows which image", tokens(9), image_tokens=4).num_cached_tokens == 0
+    row = m.admit("no image", tokens(9)).row
+    assert int(m.committed[row]) == 0
+
+
+def test_unpinned_prefix_loses_its_tail_before_its_head() -> None:
+    m = manager(geometry((FULL, 4)), 4)
+    cache(m, tokens(12))
+    m.unpin(m.pin(tokens(12)))
+    step(m, m.admit("other", tokens(9, seed=1)).row, 8)
+    assert hit(m, tokens(13)) == 8
+
+
+def test_a_block_released_twice_in_one_call_is_refused_and_changes_nothing() -> None:
+    m = manager(geometry((FULL, 4)), 4)
+    (ids,) = m.pool.take([1])
+    before = fingerprint(m)
+    with pytest.raises(KvtideError, match="no reference left"):
+        m.pool.release(np.repeat(ids, 2), 4)
+    assert fingerprint(m) == before
+
+
+@pytest.mark.parametrize("rows", [[0.9], ["a"], [True]])
+def test_rows_and_counts_are_whole_numbers(rows: list[object]) -> None:
+    m = manager(geometry((FULL, 4)), 4)
+    m.admit("r", tokens(8))
+    with pytest.raises(KvtideError, match="whole numbers"):
+        m.reserve(rows, [1])
+    with pytest.raises(KvtideError, match="whole numbers"):
+        m.reserve([0], [1.7])
