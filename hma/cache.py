@@ -54,7 +54,7 @@ class PrefixCache:
         self._drop_last = drop_last
         self._events: list[KvEvent] | None = [] if events else None
         self._draft_groups = [group.number for group in groups if group.draft_only]
-        self._pins: dict[int, Int64Array] = {}
+        self._pins: dict[int, tuple[Int64Array, str]] = {}
         self._next_pin = 0
 
     def find(self, keys: Sequence[bytes], max_tokens: int) -> Hit:
@@ -131,6 +131,8 @@ class PrefixCache:
             broken = self.index.complete_cells(ids)
             self._events += [BlockRemoved(key, self._groups[number].name) for key, number in broken]
         self.index.remove(ids)
+        if self.quotas:
+            self.quotas.forget(ids)
 
     def _adjusted(self, ids: Int64Array, classes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """Eviction classes; blocks of groups that only a drafter has go first, whatever their row's priority."""
@@ -149,7 +151,9 @@ class PrefixCache:
         if self._events is None:
             return
         whole = (self.index.cells(group.number, nodes) >= 0).all(axis=1) & np.isin(nodes, self.index.node_of(put))
-        for i in np.flatnonzero(whole).tolist():
+        # Two rows can have computed one prefix in the same step.
+        _, first = np.unique(nodes, return_index=True)
+        for i in np.sort(first[whole[first]]).tolist():
             row, number = int(fresh.rows[i]), int(fresh.numbers[i])
             parent = self._sequences.keys(row)[number - 1] if number else None
             ids = self._sequences.token_ids(row, number)
@@ -157,32 +161,36 @@ class PrefixCache:
 
     # -- what its users steer -----------------------------------------------------------------------------------------
 
-    def pin(self, keys: Sequence[bytes], max_tokens: int) -> Pin:
-        """Hold the longest cached prefix, so that it cannot be evicted until `unpin`."""
+    def pin(self, keys: Sequence[bytes], max_tokens: int, salt: str) -> Pin:
+        """Hold the longest cached prefix of a salt, so that it cannot be evicted until `unpin`."""
         hit = self.find(keys, max_tokens)
         pin = Pin(self._next_pin, hit.num_tokens)
         self._next_pin += 1
-        self._pins[pin.number] = hit.all_ids()
+        self._pins[pin.number] = (hit.all_ids(), salt)
         return pin
 
     def unpin(self, pin: Pin) -> None:
-        """Let go of a pinned prefix; it stays cached like any other."""
-        ids = self._pins.pop(pin.number, None)
-        if ids is None:
+        """Let go of a pinned prefix; it stays cached like any other, and counts for its salt's quota."""
+        if pin.number not in self._pins:
             raise KvtideError(f"pin {pin.number} is not held; it was let go already")
-        self._pool.release(ids, CLASS_NORMAL)
+        ids, salt = self._pins.pop(pin.number)
+        self.release(ids, np.full(len(ids), CLASS_NORMAL, dtype=np.uint8), salt)
 
     def pinned_blocks(self) -> Int64Array:
         """Ids of the blocks that pins hold; a block occurs once per pin."""
-        return np.concatenate([np.empty(0, dtype=np.int64), *self._pins.values()])
+        return np.concatenate([np.empty(0, dtype=np.int64), *(ids for ids, _ in self._pins.values())])
 
     def reset(self) -> None:
         """Forget every cached block that nothing holds."""
-        events, self._events = self._events, None
-        self._drop(np.concatenate([self._pool.evictable_blocks(group.number) for group in self._groups]))
-        self._events = events
-        if self._events is not None:
-            self._events.append(AllBlocksCleared())
+        idle = np.concatenate([self._pool.evictable_blocks(group.number) for group in self._groups])
+        events = self._events
+        if events is None or len(idle) < np.count_nonzero(self._pool.cached):
+            # Some prefix is still held, so what goes is named one by one.
+            self._drop(idle)
+            return
+        self._events = None
+        self._drop(idle)
+        self._events = [*events, AllBlocksCleared()]
 
     def take_events(self) -> list[KvEvent]:
         """The KV events since the last call; `KvtideError` when they are off."""

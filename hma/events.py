@@ -24,7 +24,7 @@ class BlockRemoved(NamedTuple):
 
 
 class AllBlocksCleared(NamedTuple):
-    """The cache was reset: every block that no request holds is gone."""
+    """The cache was reset, and nothing is cached any more. A reset while prefixes are held names what it removes."""
 
     tier: str = "device"
 

@@ -515,15 +515,15 @@ class HybridMemoryManager:
         tokens = as_token_bytes(token_ids)
         chain = KeyChain(self.base, namespace(self._space, salt, adapter))
         chain.extend(tokens, sorted(items))
-        return self._cache.pin(chain.keys, len(tokens) // 4)
+        return self._cache.pin(chain.keys, len(tokens) // 4, salt)
 
     def unpin(self, pin: Pin) -> None:
         """Let go of a pinned prefix; it stays cached like any other."""
         self._cache.unpin(pin)
 
     def set_quota(self, salt: str, num_bytes: int | str | None) -> None:
-        """Bound the cached bytes that requests of a salt leave behind from now on; None lifts the bound."""
-        self._cache.quotas.set(salt, None if num_bytes is None else parse_bytes(num_bytes))
+        """Bound the cached bytes that requests of a salt leave behind from now on; 0 keeps none, None lifts it."""
+        self._cache.quotas.set(salt, num_bytes if num_bytes is None or num_bytes == 0 else parse_bytes(num_bytes))
 
     def reset_cache(self) -> None:
         """Forget every cached block that nothing holds."""

@@ -59,6 +59,10 @@ class Quotas:
         dropped: Int64Array = counted[: int(np.searchsorted(np.cumsum(sizes), over)) + 1]
         return dropped
 
+    def forget(self, ids: Int64Array) -> None:
+        """Blocks have lost their content; whatever they hold next is not what was counted."""
+        self._stamp[ids] = 0
+
     def _is_counted(self, ids: Int64Array, stamps: Int64Array) -> npt.NDArray[np.bool_]:
         counted: npt.NDArray[np.bool_] = (
             (self._stamp[ids] == stamps) & self._pool.cached[ids] & (self._pool.refs[ids] == 0)

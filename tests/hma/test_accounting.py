@@ -149,16 +149,15 @@ def _table_of(manager: HybridMemoryManager, fmt: BlockFormat, block: int, holder
 
 @dataclass(eq=False)
 class Row:
-    """What the traffic knows of one request."""
+    """What the traffic knows of one request. `tokens` are those that the manager has seen."""
 
     row: int
-    prompt: int
-    known: int
+    salt: str
+    tokens: list[int]
     committed: int
     image_tokens: int
     running: bool = True
     in_flight: int = 0
-    drafts: int = 0
 
 
 @dataclass
@@ -193,11 +192,12 @@ class Traffic:
         prompt = self.prompt(stem, length)
         image = [0, 5, 17][salt % 3]
         self.next_name += 1
+        space = f"s{salt // 3}"
         admission = self.manager.admit(
-            f"r{self.next_name}", prompt, salt=f"s{salt // 3}", image_tokens=image, priority=stem % 3 - 1
+            f"r{self.next_name}", prompt, salt=space, image_tokens=image, priority=stem % 3 - 1
         )
         self.seen["hits"] += admission.num_cached_tokens > 0
-        self.rows.append(Row(admission.row, len(prompt), len(prompt), admission.num_cached_tokens, image))
+        self.rows.append(Row(admission.row, space, prompt, admission.num_cached_tokens, image))
 
     @staticmethod
     def prompt(stem: int, length: int) -> list[int]:
@@ -240,10 +240,10 @@ class Traffic:
         tokens: list[int] = []
         for member, count in zip(members, accepted, strict=True):
             row = member.row
-            unseen = max(row.committed + count - row.known, 0)
+            unseen = max(row.committed + count - len(row.tokens), 0)
+            row.tokens += [sampled % 2] * unseen
             tokens += [sampled % 2] * unseen
             row.committed += count
-            row.known += unseen
             row.in_flight -= member.count
         self.manager.commit([m.row.row for m in members], accepted, tokens)
 
