@@ -6,12 +6,13 @@ goes wrong on purpose (`KvtideError`, bad arguments) is one sentence on stderr a
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import sys
 from importlib import import_module, metadata
 
 import click
-
-from kvtide.kvcache.errors import KvtideError
 
 COMMANDS = {
     "waste": "Show where the KV bytes of a workload go, by cause, under each policy.",
@@ -54,21 +55,36 @@ def cli() -> None:
 
 def run() -> None:
     """The console script: one sentence and exit code 2 for every error that has a cause outside the program."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that has no × gets a ?, not a traceback
     try:
         cli.main(standalone_mode=False)
+        sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as help_text:
         click.echo(help_text.format_message(), err=True)
         sys.exit(2)
     except click.ClickException as error:
         _fail(error.format_message())
-    except KvtideError as error:
-        _fail(str(error))
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
     except BrokenPipeError:
         # The reader (head, less) has gone; that is no failure, but Python would complain when it flushes at exit.
         sys.stderr.close()
         sys.exit(141)
+    except OSError as error:
+        # Such as a full disk behind stdout. What is left in its buffer cannot be written at exit either.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _fail(f"cannot write or read: {error.strerror or error}")
+    except MemoryError:
+        _fail("not enough memory for this; ask for less")
+    except Exception as error:
+        from kvtide.kvcache.errors import KvtideError  # not above: it brings numpy, and --help needs none
+
+        if not isinstance(error, KvtideError):
+            raise
+        _fail(str(error))
 
 
 def _fail(message: str) -> None:

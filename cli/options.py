@@ -10,12 +10,15 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console
 
+from kvtide.kvcache.documents import read_json
 from kvtide.kvcache.errors import ConfigError
 from kvtide.kvcache.geometry import PageGeometry
 from kvtide.kvcache.layout import ModelLayout
 from kvtide.kvcache.policies import POLICIES, plan_geometry
 from kvtide.kvcache.sizes import parse_bytes
 from kvtide.kvcache.solver import solve_geometry
+
+MIN_WIDTH = 140
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -89,15 +92,8 @@ policy_option = click.option(
 
 def load_layout(model: str, kv_dtype: str, tp: int, speculative: str | None) -> ModelLayout:
     """The layout that the model options describe. A name with a path's looks, or of an existing path, is a file."""
-    if not model.strip():
-        raise ConfigError("--model is empty; give a bundled model's name or a file")
-    path = Path(model)
-    if path.suffix in {".yaml", ".yml"}:
-        layout = ModelLayout.from_yaml(path)
-    elif path.exists() or path.suffix == ".json":
-        layout = ModelLayout.from_mistral_params(path) if path.name == "params.json" else ModelLayout.from_hf(path)
-    else:
-        layout = ModelLayout.preset(model)
+    require_positive("--tp", tp)
+    layout = _read_layout(model)
     if speculative == "mtp":
         layout = layout.with_draft()
     elif speculative == "eagle":
@@ -105,10 +101,45 @@ def load_layout(model: str, kv_dtype: str, tp: int, speculative: str | None) -> 
     return layout.with_dtype(kv_dtype).shard(tp)
 
 
+def _read_layout(model: str) -> ModelLayout:
+    if not model.strip():
+        raise ConfigError("--model is empty; give a bundled model's name or a file")
+    path = Path(model)
+    try:
+        is_file, is_dir = path.is_file(), path.is_dir()
+    except OSError as error:
+        raise ConfigError(f"--model {model[:80]!r} cannot be looked at: {error.strerror}") from None
+    if path.suffix in {".yaml", ".yml"}:
+        return ModelLayout.from_yaml(path)
+    looks_like_path = path.suffix == ".json" or (len(path.parts) > 1 and not _is_preset(model))
+    if not (is_file or looks_like_path or (is_dir and not _is_preset(model))):
+        return ModelLayout.preset(model)
+    if is_dir and not (path / "config.json").exists() and (path / "params.json").exists():
+        path = path / "params.json"
+    return ModelLayout.from_mistral_params(path) if _is_mistral_params(path) else ModelLayout.from_hf(path)
+
+
+def _is_preset(name: str) -> bool:
+    try:
+        ModelLayout.preset(name)
+    except ConfigError:
+        return False
+    return True
+
+
+def _is_mistral_params(path: Path) -> bool:
+    if path.is_dir():
+        return False
+    data = read_json(path, path.name).data
+    return path.name == "params.json" or ("n_layers" in data and "num_hidden_layers" not in data)
+
+
 def geometries(
     layout: ModelLayout, policies: tuple[str, ...], block_size: int, min_block_size: int
 ) -> list[PageGeometry]:
     """The geometry of every named policy."""
+    require_positive("--block-size", block_size)
+    require_positive("--min-block-size", min_block_size)
     return [
         solve_geometry(layout, block_size, min_block_size=min_block_size)
         if policy == "kvtide"
@@ -120,7 +151,7 @@ def geometries(
 def require_positive(name: str, value: int | None) -> None:
     """`ConfigError` unless an optional token count is absent or at least 1."""
     if value is not None and not 1 <= value <= 2**40:
-        raise ConfigError(f"{name} {value} must be from 1 to {2**40}")
+        raise ConfigError(f"{name} {str(value)[:40]} must be from 1 to {2**40}")
 
 
 def print_json(value: Any) -> None:
@@ -132,12 +163,15 @@ def human_bytes(count: float) -> str:
     """Bytes for people: 3 significant digits and a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
         if abs(count) < 1000 or unit == "PiB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+            return f"{count:.0f} B" if unit == "B" else f"{count:#.3g}".rstrip(".") + f" {unit}"
         count /= 1024
     raise AssertionError
 
 
 def console() -> Console:
-    """Where tables go: stdout, never narrower than they need when it is not a terminal."""
-    out = Console()
-    return out if out.is_terminal else Console(width=max(out.width, 140))
+    """Where tables go: stdout, wide enough that no figure is cut; a narrow terminal wraps the lines itself.
+
+    Names come from users' files, so nothing in them is markup.
+    """
+    width = max(Console().width, MIN_WIDTH)
+    return Console(width=width, markup=False, emoji=False, highlight=False)

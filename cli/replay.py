@@ -11,8 +11,9 @@ from rich.table import Table
 
 from kvtide.kvcache.geometry import PageGeometry
 from kvtide.kvcache.layout import ModelLayout
-from kvtide.sims.replay import ReplayWaste, replay
+from kvtide.sims.replay import ReplayWaste, held_bytes, replay
 from kvtide.sims.traces import Request
+from kvtide.sims.waste import waste_fraction
 
 from .options import console, human_bytes
 
@@ -27,7 +28,7 @@ def run_replays(
 ) -> list[ReplayWaste]:
     """Replay the trace under every policy; draws a bar on stderr meanwhile, if that is a terminal."""
     err = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         results = []
         for plan in plans:
@@ -45,19 +46,45 @@ def run_replays(
     return results
 
 
+def replayable(layout: ModelLayout, plans: Sequence[PageGeometry]) -> tuple[list[PageGeometry], list[str]]:
+    """The plans that a replay can follow for this model, and notes on what it leaves out."""
+    notes = []
+    kept = list(plans)
+    if layout.has_cross_attention and len(plans) > 1:
+        kept = [plan for plan in plans if not any(fmt.keeps_all for fmt in plan.formats)]
+        if len(kept) < len(plans):
+            notes.append("uniform is left out: a replay cannot keep images in the layers that have none")
+    if layout.state_bytes:
+        notes.append(
+            "no prefix is hit: a recurrent state can be taken up only at a checkpoint, and a replay makes none"
+        )
+    return kept, notes
+
+
 def replay_json(result: ReplayWaste) -> dict[str, Any]:
     """One policy's figures, with the keys of the final-length report and those that only a replay has."""
     return {
-        "allocated_bytes": result.held_bytes,
-        "needed_bytes": result.mean_bytes["needed"],
-        "waste_fraction": result.waste_fraction,
-        "by_cause": result.mean_bytes,
+        **_figures(result.mean_bytes),
+        "by_cause": {cause: value for cause, value in result.mean_bytes.items() if cause != "idle_cached"},
+        "by_kind": {kind: _figures(by_cause) for kind, by_cause in result.by_kind.items()},
+        "idle_cached_bytes": result.mean_bytes["idle_cached"],
         "hit_rate": result.hit_rate,
         "steps": result.steps,
     }
 
 
-def print_replay(layout: ModelLayout, workload: str, concurrency: int, results: Sequence[ReplayWaste]) -> None:
+def _figures(by_cause: dict[str, float]) -> dict[str, float]:
+    held = held_bytes(by_cause)
+    return {
+        "allocated_bytes": held,
+        "needed_bytes": by_cause["needed"],
+        "waste_fraction": waste_fraction(by_cause["needed"], held),
+    }
+
+
+def print_replay(
+    layout: ModelLayout, workload: str, concurrency: int, results: Sequence[ReplayWaste], notes: Sequence[str]
+) -> None:
     """The table for people."""
     causes = [
         cause
@@ -79,7 +106,10 @@ def print_replay(layout: ModelLayout, workload: str, concurrency: int, results: 
             *(_share(result.mean_bytes[cause], result.held_bytes) for cause in causes),
             f"{result.hit_rate:.1%}",
         )
-    console().print(table)
+    out = console()
+    out.print(table)
+    for note in notes:
+        out.print(f"note: {note}", style="dim")
 
 
 def _share(part: float, whole: float) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -27,7 +28,10 @@ from .options import (
     print_json,
     require_positive,
 )
-from .replay import print_replay, replay_json, run_replays
+from .replay import print_replay, replay_json, replayable, run_replays
+
+ABOUT_TRACES = ("trace_format", "trace_columns", "tokens_per_image", "seed", "num_requests", "replay")
+ABOUT_REPLAYS = ("concurrency", "max_num_batched_tokens", "kv_from_activations")
 
 
 @click.command("waste")
@@ -48,7 +52,9 @@ from .replay import print_replay, replay_json, run_replays
     show_default=True,
     help="Tokens of one image, for traces that only count images.",
 )
-@click.option("--seed", default=0, show_default=True, help="Seed for traces that are distributions.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed for traces that are distributions."
+)
 @click.option("--num-requests", type=int, help="Stop after this many requests.")
 @click.option("--replay", is_flag=True, help="Replay the trace through the real manager, and integrate over time.")
 @click.option("--concurrency", default=32, show_default=True, help="With --replay: requests that run at a time.")
@@ -105,15 +111,17 @@ def command(
         ("--max-num-batched-tokens", max_num_batched_tokens),
     ):
         require_positive(name, value)
+    if trace is None:
+        _refuse(ABOUT_TRACES + ABOUT_REPLAYS, "is about a trace; give --trace")
+    if not replay:
+        _refuse(ABOUT_REPLAYS, "is about a replay; give --replay")
     notes: Sequence[str] = ()
     if trace is None:
-        if trace_columns or trace_format or num_requests or replay:
-            raise ConfigError(
-                "--trace-format, --trace-columns, --num-requests and --replay are about a trace; give --trace"
-            )
         workload: dict[str, Any] = {"tokens": _single_tokens(tokens, text_tokens, image_tokens)}
         report = measure_waste(plans, [_single(tokens, text_tokens, image_tokens)])
     else:
+        if not trace.strip():
+            raise ConfigError("--trace is empty; give a file, a folder, or the word demo")
         if (tokens, text_tokens, image_tokens) != (None, None, None):
             raise ConfigError(
                 "--trace and --tokens, --text-tokens or --image-tokens exclude each other; give one of them"
@@ -127,26 +135,31 @@ def command(
             num_requests=num_requests,
         )
         if replay:
+            kept, left_out = replayable(layout, plans)
+            requests = list(_with_progress(stream))
             results = run_replays(
-                plans,
-                list(_with_progress(stream)),
+                kept,
+                requests,
                 concurrency=concurrency,
                 step_tokens=max_num_batched_tokens,
                 kv_from_activations=kv_from_activations,
             )
+            notes = [*layout.notes, *stream.notes, *left_out]
             if as_json:
                 print_json(
                     {
                         "model": layout.name,
                         "trace": stream.name,
+                        "requests": results[0].requests,
+                        "total_tokens": sum(r.input_tokens + r.output_tokens for r in requests if r.input_tokens),
                         "accounting": "time-integrated",
                         "concurrency": concurrency,
                         "policies": {result.policy: replay_json(result) for result in results},
-                        "notes": [*layout.notes, *stream.notes],
+                        "notes": notes,
                     }
                 )
             else:
-                print_replay(layout, stream.name, concurrency, results)
+                print_replay(layout, stream.name, concurrency, results, notes)
             return
         workload = {"trace": stream.name}
         report = measure_waste(plans, _with_progress(stream))
@@ -155,6 +168,14 @@ def command(
         print_json({**_as_json(layout, workload, report), "notes": [*layout.notes, *notes]})
     else:
         _print(layout, str(workload.get("trace", "one request")), report, notes)
+
+
+def _refuse(options: Sequence[str], reason: str) -> None:
+    """`ConfigError` when one of the options stands on the command line: it would be ignored."""
+    context = click.get_current_context()
+    for name in options:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise ConfigError(f"--{name.replace('_', '-')} {reason}")
 
 
 def _single(tokens: int | None, text: int | None, image: int | None) -> Request:
@@ -192,7 +213,12 @@ def _with_progress(trace: Trace) -> Iterator[Request]:
     if not err.is_terminal or not trace.num_bytes:
         yield from trace
         return
-    columns = (TextColumn("reading {task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("reading {task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=err, transient=True) as progress:
         task = progress.add_task(trace.name, total=trace.num_bytes)
         for number, request in enumerate(trace):
@@ -237,8 +263,8 @@ def _print(layout: ModelLayout, workload: str, report: WasteReport, notes: Seque
         if cause != "needed" and any(waste.by_cause[cause] for waste in report.policies)
     ]
     table = Table(
-        title=f"KV memory of {layout.name} on {workload}: {report.requests:,} requests, {report.tokens:,} tokens, "
-        "each at its final length",
+        title=f"KV memory of {layout.name} on {workload}: {report.requests:,} request{'s'[: report.requests != 1]}, "
+        f"{report.tokens:,} tokens, each at its final length",
         title_justify="left",
     )
     for heading in ("policy", "allocated", "needed", "waste", *(cause.replace("_", " ") for cause in causes)):

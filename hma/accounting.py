@@ -73,13 +73,16 @@ def account(manager: HybridMemoryManager) -> MemoryByCause:
 
 def account_active(manager: HybridMemoryManager) -> MemoryByCause:
     """The same for active pages alone: what running requests keep others from having."""
+    return _total(list(account_active_groups(manager).values()))
+
+
+def account_active_groups(manager: HybridMemoryManager) -> dict[str, MemoryByCause]:
+    """`account_active`, by group name."""
     pool = manager.pool
-    return _total(
-        [
-            _group(manager, group, pool.active_counts(group.number), pool.active_pages[group.number])
-            for group in manager.groups
-        ]
-    )
+    return {
+        group.name: _group(manager, group, pool.active_counts(group.number), pool.active_pages[group.number])
+        for group in manager.groups
+    }
 
 
 def _total(parts: list[MemoryByCause]) -> MemoryByCause:

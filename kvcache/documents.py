@@ -58,9 +58,13 @@ def _read(source: Input, file_name: str, language: str, parse: Callable[[str, st
                 raise ConfigError(f"folder {str(path.parent)!r} holds no {file_name}")
         elif path.name == file_name:
             stem = _model_name(path.parent)
-        if path.stat().st_size > _MAX_BYTES:
-            raise ConfigError(f"{path} has {path.stat().st_size} bytes; a {language} config has at most {_MAX_BYTES}")
-        text = path.read_bytes().decode("utf-8-sig")
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is not a regular file; a {language} config is one")
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise ConfigError(f"{path} is larger than {_MAX_BYTES} bytes; a {language} config is not")
+        text = content.decode("utf-8-sig")
     except TypeError:
         raise ConfigError(f"cannot read {shown(source)}; give a path, a folder or a mapping") from None
     except UnicodeDecodeError as error:

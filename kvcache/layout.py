@@ -16,6 +16,9 @@ from .dtypes import PACKED_LATENT_FORMATS, canonical_dtype
 from .errors import ConfigError
 from .specs import MLA, FullAttention, LayerSpec
 
+# Far beyond any model, and small enough for sizes of blocks and pages to fit int64.
+MAX_BYTES = 2**36
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -73,6 +76,11 @@ class ModelLayout:
     def __post_init__(self) -> None:
         if not any(layer.spec for layer in self.layers):
             raise ConfigError(f"model {self.name!r} has no layer that stores KV")
+        if self.bytes_per_token > MAX_BYTES or self.state_bytes > MAX_BYTES:
+            raise ConfigError(
+                f"model {self.name!r} would take {self.bytes_per_token} bytes a token and {self.state_bytes} bytes of "
+                f"state; at most {MAX_BYTES} of either can be laid out"
+            )
         stored = {layer.index: layer.spec is not None for layer in self.layers}
         if len(stored) < len(self.layers):
             raise ConfigError(f"two layers of model {self.name!r} have the same index")
@@ -157,7 +165,10 @@ class ModelLayout:
         """Add draft layers: the given ones (EAGLE heads), or the model's own MTP modules when none are given."""
         added = self.draft_specs if specs is None else tuple(specs)
         if not added:
-            raise ConfigError(f"the config of {self.name} declares no multi-token-prediction layers; pass draft layers")
+            raise ConfigError(
+                f"the config of {self.name} declares no multi-token-prediction layers; "
+                "give the draft layers (on the command line, --speculative eagle)"
+            )
         start = 1 + max(layer.index for layer in self.layers)
         drafts = tuple(Layer(start + i, spec, draft=True) for i, spec in enumerate(added))
         return replace(self, layers=self.layers + drafts, draft_specs=())

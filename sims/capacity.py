@@ -8,7 +8,7 @@ its figure.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtide.kvcache import ConfigError
@@ -42,31 +42,47 @@ def _pages(fmt: BlockFormat, blocks: int) -> int:
     return -(-blocks * fmt.tables // fmt.blocks_per_page)
 
 
-def request_bytes(geometry: PageGeometry, text_tokens: int, image_tokens: int = 0) -> int:
-    """Bytes of the pages that one request holds at its worst moment, written token by token to the given length."""
-    total = 0
+def request_pages(geometry: PageGeometry, text_tokens: int, image_tokens: int = 0) -> tuple[int, ...]:
+    """Pages per group that one request holds at its worst moment, written token by token to the given length."""
+    pages = []
     for fmt in geometry.formats:
         own, stored = geometry.tokens_of(fmt, text_tokens, image_tokens)
-        total += _pages(fmt, fmt.peak_blocks(int(own), int(stored))) * fmt.page_bytes
-    return total
+        pages.append(_pages(fmt, fmt.peak_blocks(int(own), int(stored))))
+    return tuple(pages)
+
+
+def in_flight_pages(
+    geometry: PageGeometry, in_flight_tokens: int, text_tokens: int, image_tokens: int = 0, num_requests: int = 1
+) -> tuple[int, ...]:
+    """Pages per group beyond `request_pages` that tokens in flight can hold, once for a pool of equal requests.
+
+    Only groups that let go of tokens are charged: elsewhere a token in flight is one of the request's own.
+    """
+    pages = []
+    for fmt in geometry.formats:
+        spare = 0
+        if not fmt.keeps_all and fmt.group.spec.has_bounded_reach:
+            own, stored = geometry.tokens_of(fmt, text_tokens, image_tokens)
+            every_block = -(-int(stored) // fmt.block_size)
+            spare = num_requests * (every_block - fmt.peak_blocks(int(own), int(stored)))
+        pages.append(_pages(fmt, min(-(-in_flight_tokens // fmt.block_size), spare)) if spare else 0)
+    return tuple(pages)
+
+
+def request_bytes(geometry: PageGeometry, text_tokens: int, image_tokens: int = 0) -> int:
+    """Bytes of `request_pages`."""
+    return _bytes(geometry, request_pages(geometry, text_tokens, image_tokens))
 
 
 def in_flight_bytes(
     geometry: PageGeometry, in_flight_tokens: int, text_tokens: int, image_tokens: int = 0, num_requests: int = 1
 ) -> int:
-    """Bytes beyond `request_bytes` that tokens in flight can hold, once for a pool of `num_requests` equal requests.
+    """Bytes of `in_flight_pages`."""
+    return _bytes(geometry, in_flight_pages(geometry, in_flight_tokens, text_tokens, image_tokens, num_requests))
 
-    Only groups that let go of tokens are charged: elsewhere a token in flight is one of the request's own.
-    """
-    total = 0
-    for fmt in geometry.formats:
-        if fmt.keeps_all or not fmt.group.spec.has_bounded_reach:
-            continue
-        own, stored = geometry.tokens_of(fmt, text_tokens, image_tokens)
-        every_block = -(-int(stored) // fmt.block_size)
-        spare = num_requests * (every_block - fmt.peak_blocks(int(own), int(stored)))
-        total += _pages(fmt, min(-(-in_flight_tokens // fmt.block_size), spare)) * fmt.page_bytes
-    return total
+
+def _bytes(geometry: PageGeometry, pages: Sequence[int]) -> int:
+    return sum(count * fmt.page_bytes for count, fmt in zip(pages, geometry.formats, strict=True))
 
 
 def plan_capacity(

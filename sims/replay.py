@@ -11,19 +11,20 @@ left out of the waste).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvtide.hma import Admission, HybridMemoryManager, MemoryByCause
-from kvtide.hma.accounting import account_active
+from kvtide.hma.accounting import account_active_groups
 from kvtide.kvcache import ConfigError
 from kvtide.kvcache.geometry import PageGeometry
 from kvtide.kvcache.specs import Int64Array
 
-from .capacity import in_flight_bytes, request_bytes
+from .capacity import in_flight_pages, request_pages
 from .traces import Request
+from .waste import waste_fraction
 
 # Steps between two samples: hundreds of samples a trace, and accounting costs less than the steps themselves.
 SAMPLE = 16
@@ -38,23 +39,29 @@ OWN_START = 2**30
 
 @dataclass(frozen=True)
 class ReplayWaste:
-    """Mean bytes held over the replay by cause, and how much of the prompts came from the cache."""
+    """Mean bytes held over the replay, by layer kind and cause, and how much of the prompts came from the cache."""
 
     policy: str
     steps: int
-    mean_bytes: dict[str, float]
+    requests: int
+    by_kind: dict[str, dict[str, float]]
     prompt_tokens: int
     cached_tokens: int
 
     @property
+    def mean_bytes(self) -> dict[str, float]:
+        """Mean bytes by cause, over all kinds."""
+        return {cause: sum(kind[cause] for kind in self.by_kind.values()) for cause in MemoryByCause._fields}
+
+    @property
     def held_bytes(self) -> float:
         """Mean bytes that running requests keep others from having."""
-        return sum(self.mean_bytes.values()) - self.mean_bytes["idle_cached"]
+        return held_bytes(self.mean_bytes)
 
     @property
     def waste_fraction(self) -> float:
         """1 − needed / held, of the time averages."""
-        return 1 - self.mean_bytes["needed"] / self.held_bytes if self.held_bytes else 0.0
+        return waste_fraction(self.mean_bytes["needed"], self.held_bytes)
 
     @property
     def hit_rate(self) -> float:
@@ -70,6 +77,11 @@ class _Running:
     prompt: int
     total: int
     output: Int64Array
+
+
+def held_bytes(by_cause: Mapping[str, float]) -> float:
+    """All causes but `idle_cached`, which others could have at once."""
+    return sum(by_cause.values()) - by_cause["idle_cached"]
 
 
 def replay(
@@ -92,10 +104,11 @@ def replay(
     requests = [request for request in requests if request.input_tokens > 0]
     if not requests:
         raise ConfigError("the trace has no request with a prompt to replay")
+    concurrency = min(concurrency, len(requests))
     manager = _manager(geometry, requests, concurrency, step_tokens)
     waiting = enumerate(requests)
     running: list[_Running] = []
-    samples = np.zeros(len(MemoryByCause._fields))
+    samples = {group.name: np.zeros(len(MemoryByCause._fields)) for group in manager.groups}
     steps = num_samples = cached = 0
     while True:
         while len(running) < concurrency and (entry := next(waiting, None)):
@@ -107,7 +120,8 @@ def replay(
             break
         rows, counts, tokens = _reserve(manager, running, step_tokens, kv_from_activations)
         if steps % SAMPLE == 0:
-            samples += np.array(account_active(manager), dtype=np.float64)
+            for name, held in account_active_groups(manager).items():
+                samples[name] += np.array(held, dtype=np.float64)
             num_samples += 1
         manager.commit(rows, counts, tokens)
         steps += 1
@@ -117,8 +131,19 @@ def replay(
             on_request()
         if finished:
             running = [item for item in running if item not in finished]
-    means = dict(zip(MemoryByCause._fields, (samples / num_samples).tolist(), strict=True))
-    return ReplayWaste(geometry.policy, steps, means, sum(request.input_tokens for request in requests), cached)
+    by_kind: dict[str, dict[str, float]] = {}
+    for group in manager.groups:
+        kind = by_kind.setdefault(group.fmt.group.spec.kind, dict.fromkeys(MemoryByCause._fields, 0.0))
+        for cause, total in zip(MemoryByCause._fields, samples[group.name].tolist(), strict=True):
+            kind[cause] += total / num_samples
+    return ReplayWaste(
+        geometry.policy,
+        steps,
+        len(requests),
+        by_kind,
+        prompt_tokens=sum(request.input_tokens for request in requests),
+        cached_tokens=cached,
+    )
 
 
 def _reserve(
@@ -151,14 +176,12 @@ def _manager(
         raise ConfigError(f"replay cannot keep images of {geometry.layout.name} in all layers; leave uniform out")
     longest = max(request.input_tokens + request.output_tokens for request in requests)
     images = max(request.image_tokens for request in requests)
-    each = request_bytes(geometry, longest, images)
-    memory = ROOM * (concurrency * each + in_flight_bytes(geometry, step_tokens, longest, images, concurrency))
-    pages = math.ceil(memory / geometry.page_bytes) + concurrency * len(geometry.formats)
-    if geometry.one_table:
-        # Groups that share one table take blocks together. Here each takes them on pages of its own, one per slice of
-        # the shared block: more pages, the same bytes.
-        pages *= len(geometry.formats)
-        geometry = replace(geometry, one_table=False)
+    each = request_pages(geometry, longest, images)
+    burst = in_flight_pages(geometry, step_tokens, longest, images, concurrency)
+    pages = math.ceil(ROOM * (concurrency * sum(each) + sum(burst))) + concurrency * len(geometry.formats)
+    # Groups that share one table take blocks together. Here each takes them on pages of its own, one per slice of the
+    # shared block: more pages, the same bytes.
+    geometry = replace(geometry, one_table=False)
     return HybridMemoryManager(
         geometry,
         pages * geometry.page_bytes,

@@ -13,6 +13,7 @@ from itertools import islice
 
 import numpy as np
 
+from kvtide.kvcache import ConfigError
 from kvtide.kvcache.geometry import Charge, PageGeometry
 from kvtide.kvcache.specs import Int64Array
 
@@ -20,6 +21,9 @@ from .traces import Request
 
 # Requests accounted in one array operation: large enough to be fast, small enough to stay in cache.
 BATCH = 8192
+# Bytes of one request that int64 arithmetic can hold, with room for rounding up to blocks and pages.
+MAX_BYTES = 2**61
+MARGIN = 2**16
 
 
 @dataclass
@@ -59,10 +63,16 @@ class Waste:
         return waste_fraction(self.needed_bytes, self.allocated_bytes)
 
     def add(self, geometry: PageGeometry, text_tokens: Int64Array, image_tokens: Int64Array) -> None:
-        """Account a batch of requests."""
+        """Account a batch of requests; `ConfigError` when one is too long for its bytes to be counted."""
+        longest = int((text_tokens + image_tokens).max(initial=0))
+        per_token = sum(fmt.block_bytes * fmt.tables / max(fmt.block_size, 1) for fmt in geometry.formats)
+        if (longest + MARGIN) * per_token + geometry.page_bytes * MARGIN >= MAX_BYTES:
+            raise ConfigError(
+                f"a request of {longest} tokens would take more than {MAX_BYTES} bytes under the policy {self.policy}"
+            )
         for fmt in geometry.formats:
             charge = fmt.charge(*geometry.tokens_of(fmt, text_tokens, image_tokens))
-            causes = {cause: int(values.sum()) for cause, values in charge._asdict().items()}
+            causes = {cause: _exact_sum(values) for cause, values in charge._asdict().items()}
             for cause, value in causes.items():
                 self.by_cause[cause] += value
             kind = self.by_kind.setdefault(fmt.group.spec.kind, KindWaste())
@@ -79,7 +89,7 @@ class WasteReport:
     policies: tuple[Waste, ...]
 
 
-def waste_fraction(needed: int, allocated: int) -> float:
+def waste_fraction(needed: float, allocated: float) -> float:
     """1 − needed / allocated; 0 when nothing is allocated."""
     return 1 - needed / allocated if allocated else 0.0
 
@@ -94,6 +104,11 @@ def measure_waste(geometries: Sequence[PageGeometry], requests: Iterable[Request
         for geometry, waste in zip(geometries, wastes, strict=True):
             waste.add(geometry, text, image)
     return WasteReport(count, tokens, wastes)
+
+
+def _exact_sum(values: Int64Array) -> int:
+    """The sum as a Python int: the halves of the numbers cannot overflow, the numbers could."""
+    return (int((values >> 32).sum()) << 32) + int((values & 0xFFFFFFFF).sum())
 
 
 def _batches(requests: Iterable[Request]) -> Iterator[tuple[Int64Array, Int64Array]]:

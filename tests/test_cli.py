@@ -183,12 +183,12 @@ def test_a_yaml_layout(run: Run, tmp_path: Path) -> None:
         (("waste", "--model", "gemma-3-27b", "--tokens", "5", "--num-requests", "5"), "--num-requests"),
         (("waste", "--model", "gemma-3-27b", "--tokens", "5", "--policy", "best"), "best"),
         (("waste", "--model", "gemma-3-27b", "--tokens", "5", "--policy", ""), "policy"),
-        (("waste", "--model", "gemma-3-27b", "--tokens", "5", "--block-size", "0"), "block_size"),
-        (("waste", "--model", "gemma-3-27b", "--tokens", "5", "--min-block-size", "0"), "min_block_size"),
+        (("waste", "--model", "gemma-3-27b", "--tokens", "5", "--block-size", "0"), "--block-size 0"),
+        (("waste", "--model", "gemma-3-27b", "--tokens", "5", "--min-block-size", "0"), "--min-block-size 0"),
         (("waste", "--model", "gemma-3-27b", "--tokens", "5", "--kv-dtype", "fp3"), "fp3"),
         (("waste", "--model", "gemma-3-27b", "--tokens", "5", "--kv-dtype", "fp8_ds_mla"), "fp8_ds_mla"),
         (("waste", "--model", "gemma-3-27b", "--tokens", "5", "--tp", "3"), "3"),
-        (("waste", "--model", "gemma-3-27b", "--tokens", "5", "--tp", "0"), "tp_size 0"),
+        (("waste", "--model", "gemma-3-27b", "--tokens", "5", "--tp", "0"), "--tp 0"),
         (("waste", "--model", "gemma-3-27b", "--tokens", "5", "--speculative", "mtp"), "gemma-3-27b"),
         (("waste", "--model", "mistral-7b-v0.1", "--tokens", "5", "--speculative", "eagle"), "EAGLE"),
         (("waste", "--model", "missing/config.json", "--tokens", "5"), "missing/config.json"),
@@ -202,6 +202,16 @@ def test_a_yaml_layout(run: Run, tmp_path: Path) -> None:
         (("plan", "--model", "gemma-3-27b", "--memory", "80GiB"), "--tokens"),
         (("plan", "--model", "gemma-3-27b", "--memory", "80GiB", "--tokens", "5", "--image-tokens", "-4"), "-4"),
         (("layout", "--model", ""), "model"),
+        (("layout", "--model", "x" * 300), "too long"),
+        (("layout", "--model", "/dev/zero"), "regular file"),
+        (("waste", "--model", "gemma-3-27b", "--trace", ""), "--trace"),
+        (("waste", "--model", "gemma-3-27b", "--tokens", "8", "--concurrency", "3"), "--concurrency"),
+        (("waste", "--model", "gemma-3-27b", "--tokens", "8", "--seed", "3"), "--seed"),
+        (("waste", "--model", "gemma-3-27b", "--tokens", "8", "--replay"), "--replay"),
+        (("waste", "--model", "gemma-3-27b", "--trace", "demo", "--kv-from-activations"), "--kv-from-activations"),
+        (("waste", "--model", "gemma-3-27b", "--trace", "demo", "--seed", "-1"), "--seed"),
+        (("waste", "--model", "gemma-3-27b", "--tokens", "9" * 5000), "--tokens"),
+        (("plan", "--model", "gemma-3-27b", "--memory", "9" * 400, "--tokens", "5"), "not a size"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(run: Run, arguments: tuple[str, ...], named: str) -> None:
@@ -248,6 +258,93 @@ def test_a_bad_row_names_file_and_line(run: Run, tmp_path: Path) -> None:
     assert "trace.jsonl" in result.stderr
     assert "2" in result.stderr
     assert "-10" in result.stderr
+
+
+def test_names_from_files_are_not_markup(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        'name: "x[/foo]:smile:"\nspecs:\n  full: {kind: full_attention, num_kv_heads: 8, head_dim: 128}\nlayers: full\n'
+    )
+    trace = tmp_path / "[old]log.csv"
+    trace.write_text("prompt,completion\n100,20\n")
+    waste = run("waste", "--model", path, "--trace", trace, "--trace-columns", "input=prompt,output=completion")
+    assert "x[/foo]:smile:" in waste.stdout
+    assert "[old]log.csv" in waste.stdout
+    assert "x[/foo]:smile:" in run("layout", "--model", path).stdout
+    assert "x[/foo]:smile:" in run("plan", "--model", path, "--memory", "1GiB", "--tokens", 10).stdout
+
+
+def test_bytes_beyond_int64_are_refused_not_wrong(run: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    row = '{"timestamp": 0, "input_length": %d, "output_length": 1, "hash_ids": []}\n'
+    trace.write_text(row % 2**40 * 30)
+    result = run("waste", "--model", "gemma-4-31b", "--trace", trace, "--policy", "uniform")
+    assert result.returncode in (0, 2)
+    if result.returncode == 0:
+        value = as_json(run("waste", "--model", "gemma-4-31b", "--trace", trace, "--policy", "uniform", "--json"))
+        assert value["policies"]["uniform"]["allocated_bytes"] >= 30 * 2**40 * 901120
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps({"model_type": "llama", "num_hidden_layers": 9000, "num_attention_heads": 2**30, "head_dim": 2**30})
+    )
+    huge = run("waste", "--model", config, "--tokens", 2**40)
+    assert huge.returncode == 2
+    assert len(huge.stderr.strip().splitlines()) == 1
+
+
+def test_many_long_requests_add_up_exactly(run: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("a,b\n" + "3000000000,0\n" * 8000)
+    arguments = ("--trace", trace, "--trace-columns", "input=a,output=b", "--policy", "uniform", "--json")
+    value = as_json(run("waste", "--model", "gemma-3-27b", *arguments))
+    assert value["policies"]["uniform"]["allocated_bytes"] == 8000 * 3_000_000_000 * 507904
+
+
+def test_mistral_params_under_any_name(run: Run, tmp_path: Path) -> None:
+    params = {"dim": 4096, "n_layers": 4, "head_dim": 128, "n_heads": 32, "n_kv_heads": 8, "sliding_window": [None, 64]}
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    (tmp_path / "mst.json").write_text(json.dumps(params))
+    for model in (tmp_path, tmp_path / "params.json", tmp_path / "mst.json"):
+        value = as_json(run("layout", "--model", model, "--json"))
+        assert {group["kind"] for group in value["groups"]} == {"full_attention", "sliding_window"}
+
+
+def test_a_folder_of_a_presets_name_does_not_hide_it(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gemma-3-27b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert as_json(run("layout", "--model", "gemma-3-27b", "--json"))["bytes_per_token"] == 507904
+
+
+@pytest.mark.parametrize("model", ["jamba-1.5-mini", "minimax-text-01", "llama-3.2-11b-vision"])
+def test_replays_of_every_kind_of_model(run: Run, model: str) -> None:
+    arguments = ("--trace", "demo", "--num-requests", 20, "--replay", "--concurrency", 4, "--json")
+    value = as_json(run("waste", "--model", model, *arguments))
+    assert "kvtide" in value["policies"]
+    assert value["notes"]
+    for policy in value["policies"].values():
+        assert sum(policy["by_cause"].values()) == pytest.approx(policy["allocated_bytes"])
+        assert sum(kind["allocated_bytes"] for kind in policy["by_kind"].values()) == pytest.approx(
+            policy["allocated_bytes"]
+        )
+
+
+def test_a_terminal_without_unicode() -> None:
+    environment = {"PYTHONIOENCODING": "ascii", "PATH": "/usr/bin:/bin"}
+    arguments = [COMMAND, "plan", "--model", "gemma-3-27b", "--memory", "8GiB", "--tokens", "1000"]
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=60, env=environment)
+    assert result.returncode == 0
+    assert result.stderr == ""
+    assert "kvtide" in result.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("arguments", [["models"], ["models", "--json"]])
+def test_a_full_disk_behind_stdout(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run([COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr.startswith("kvtide: cannot write")
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_the_installed_script() -> None:

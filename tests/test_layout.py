@@ -121,7 +121,7 @@ class TestDraft:
             layout.with_draft()
 
     def test_none_declared(self) -> None:
-        with pytest.raises(ConfigError, match="gemma-3-27b declares no multi-token-prediction layers; pass draft"):
+        with pytest.raises(ConfigError, match="gemma-3-27b declares no multi-token-prediction layers; give the draft"):
             gemma_3_27b().with_draft()
         with pytest.raises(ConfigError, match="pass draft layers"):
             gemma_3_27b().with_draft([])
