@@ -123,7 +123,7 @@ class TestDraft:
     def test_none_declared(self) -> None:
         with pytest.raises(ConfigError, match="gemma-3-27b declares no multi-token-prediction layers; give the draft"):
             gemma_3_27b().with_draft()
-        with pytest.raises(ConfigError, match="pass draft layers"):
+        with pytest.raises(ConfigError, match="give the draft layers"):
             gemma_3_27b().with_draft([])
 
 
