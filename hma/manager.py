@@ -236,7 +236,7 @@ class HybridMemoryManager:
         self._leave(row)
 
     def release(self, row: int) -> None:
-        """The request has ended, or is aborted: give back its blocks and its row. What has a key stays cached."""
+        """The request has ended: give back its blocks and its row. What has a key stays cached."""
         request = self._request_of[row] if 0 <= row < self.max_requests else None
         if request is None:
             raise KvtideError(f"row {row} holds no request; it was released already or never admitted")
@@ -246,6 +246,10 @@ class HybridMemoryManager:
         self._request_of[row] = None
         self._sequences.end(row)
         self._free_rows.append(row)
+
+    def abort(self, request_id: str) -> None:
+        """The client has gone: release its request by name, whatever it is doing, also while a step is in flight."""
+        self.release(self.row_of(request_id))
 
     def _start(self, row: int) -> Admission:
         known, prompt = int(self._sequences.known[row]), int(self._sequences.prompt[row])

@@ -850,3 +850,22 @@ def test_rows_and_counts_are_whole_numbers(rows: list[object]) -> None:
         m.reserve(rows, [1])
     with pytest.raises(KvtideError, match="whole numbers"):
         m.reserve([0], [1.7])
+
+
+def test_abort_by_name_at_every_stage() -> None:
+    m = manager(geometry((FULL, 4), (window(8), 4)), 40)
+    free = m.pool.free_pages
+    m.admit("waiting", tokens(9))
+    m.abort("waiting")
+    row = m.admit("in flight", tokens(9, seed=1)).row
+    m.reserve([row], [8])
+    m.abort("in flight")
+    assert m.pool.free_pages < free
+    m.commit([], [])
+    assert m.pool.free_pages == free
+    row = m.admit("preempted", tokens(9, seed=2)).row
+    m.preempt(row)
+    m.abort("preempted")
+    with pytest.raises(KvtideError, match="'preempted' is not admitted"):
+        m.abort("preempted")
+    m.check()
