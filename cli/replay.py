@@ -95,7 +95,15 @@ def print_replay(
         title=f"KV memory of {layout.name} replaying {workload}, {concurrency} requests at a time: means over time",
         title_justify="left",
     )
-    for heading in ("policy", "held", "needed", "waste", *(cause.replace("_", " ") for cause in causes), "hit rate"):
+    for heading in (
+        "policy",
+        "held",
+        "needed",
+        "waste",
+        *(cause.replace("_", " ") for cause in causes),
+        "idle cached",
+        "hit rate",
+    ):
         table.add_column(heading, justify="left" if heading == "policy" else "right")
     for result in results:
         table.add_row(
@@ -104,11 +112,15 @@ def print_replay(
             human_bytes(result.mean_bytes["needed"]),
             f"{result.waste_fraction:.2%}",
             *(_share(result.mean_bytes[cause], result.held_bytes) for cause in causes),
+            human_bytes(result.mean_bytes["idle_cached"]),
             f"{result.hit_rate:.1%}",
         )
     out = console()
     out.print(table)
-    for note in notes:
+    explained = (
+        "idle cached: prefixes that no request holds, in pages that one holds a block of; only the page's own group"
+    )
+    for note in (f"{explained} can take them at once, and they count neither as held nor as waste", *notes):
         out.print(f"note: {note}", style="dim")
 
 

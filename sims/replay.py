@@ -4,8 +4,9 @@ Requests are admitted in trace order as soon as one has finished, so the clock i
 computes one token, or a chunk of its prompt while the step's budget lasts. Prefixes are shared as the trace says. The
 pool is as large as `concurrency` requests of the trace's longest would need, so that nothing waits for memory and
 policies differ only in what they hold. Bytes are sampled inside every `SAMPLE`-th step, while its tokens are in flight,
-and averaged; a page counts while a request holds a block of it (`idle_cached` is what others could have at once, and is
-left out of the waste).
+and averaged; a page counts while a request holds a block of it. Cached blocks in such pages that no request holds
+(`idle_cached`) are reported beside the waste, not in it: they are a cache, and the page's own group can take them at
+once. Other groups cannot before the page empties, so geometries with many blocks a page keep more of them.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class ReplayWaste:
 
     @property
     def held_bytes(self) -> float:
-        """Mean bytes that running requests keep others from having."""
+        """Mean bytes of active pages, without the cached blocks in them that no request holds."""
         return held_bytes(self.mean_bytes)
 
     @property
@@ -80,7 +81,7 @@ class _Running:
 
 
 def held_bytes(by_cause: Mapping[str, float]) -> float:
-    """All causes but `idle_cached`, which others could have at once."""
+    """All causes but `idle_cached`, which the page's own group could take at once and other groups could not."""
     return sum(by_cause.values()) - by_cause["idle_cached"]
 
 
