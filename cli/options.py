@@ -16,7 +16,7 @@ from kvtide.kvcache.geometry import PageGeometry
 from kvtide.kvcache.layout import ModelLayout
 from kvtide.kvcache.policies import POLICIES, plan_geometry
 from kvtide.kvcache.sizes import parse_bytes
-from kvtide.kvcache.solver import solve_geometry
+from kvtide.kvcache.solver import MIN_BLOCK_SIZE
 
 MIN_WIDTH = 140
 
@@ -69,7 +69,7 @@ def block_options(function: Function) -> Function:
         click.option("--block-size", default=16, show_default=True, help="Tokens per block."),
         click.option(
             "--min-block-size",
-            default=8,
+            default=MIN_BLOCK_SIZE,
             show_default=True,
             help="Smallest block that kvtide may give window groups; set it to what the engine's kernels take.",
         ),
@@ -111,20 +111,16 @@ def _read_layout(model: str) -> ModelLayout:
         raise ConfigError(f"--model {model[:80]!r} cannot be looked at: {error.strerror}") from None
     if path.suffix in {".yaml", ".yml"}:
         return ModelLayout.from_yaml(path)
-    looks_like_path = path.suffix == ".json" or (len(path.parts) > 1 and not _is_preset(model))
-    if not (is_file or looks_like_path or (is_dir and not _is_preset(model))):
-        return ModelLayout.preset(model)
+    if not is_file and path.suffix != ".json":
+        try:
+            return ModelLayout.preset(model)
+        except ConfigError:
+            # Then it can only be a path: a folder, or something with folders in front of it.
+            if not is_dir and len(path.parts) == 1:
+                raise
     if is_dir and not (path / "config.json").exists() and (path / "params.json").exists():
         path = path / "params.json"
     return ModelLayout.from_mistral_params(path) if _is_mistral_params(path) else ModelLayout.from_hf(path)
-
-
-def _is_preset(name: str) -> bool:
-    try:
-        ModelLayout.preset(name)
-    except ConfigError:
-        return False
-    return True
 
 
 def _is_mistral_params(path: Path) -> bool:
@@ -140,12 +136,7 @@ def geometries(
     """The geometry of every named policy."""
     require_positive("--block-size", block_size)
     require_positive("--min-block-size", min_block_size)
-    return [
-        solve_geometry(layout, block_size, min_block_size=min_block_size)
-        if policy == "kvtide"
-        else plan_geometry(policy, layout, block_size)
-        for policy in policies
-    ]
+    return [plan_geometry(policy, layout, block_size, min_block_size=min_block_size) for policy in policies]
 
 
 def require_positive(name: str, value: int | None) -> None:

@@ -61,7 +61,23 @@ def replayable(layout: ModelLayout, plans: Sequence[PageGeometry]) -> tuple[list
     return kept, notes
 
 
-def replay_json(result: ReplayWaste) -> dict[str, Any]:
+def report_json(
+    layout: ModelLayout, workload: str, concurrency: int, results: Sequence[ReplayWaste], notes: Sequence[str]
+) -> dict[str, Any]:
+    """The object that `--json` prints."""
+    return {
+        "model": layout.name,
+        "trace": workload,
+        "requests": results[0].requests,
+        "total_tokens": results[0].total_tokens,
+        "accounting": "time-integrated",
+        "concurrency": concurrency,
+        "policies": {result.policy: _policy_json(result) for result in results},
+        "notes": list(notes),
+    }
+
+
+def _policy_json(result: ReplayWaste) -> dict[str, Any]:
     """One policy's figures, with the keys of the final-length report and those that only a replay has."""
     return {
         **_figures(result.mean_bytes),

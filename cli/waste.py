@@ -28,7 +28,7 @@ from .options import (
     print_json,
     require_positive,
 )
-from .replay import print_replay, replay_json, replayable, run_replays
+from .replay import print_replay, replayable, report_json, run_replays
 
 ABOUT_TRACES = ("trace_format", "trace_columns", "tokens_per_image", "seed", "num_requests", "replay")
 ABOUT_REPLAYS = ("concurrency", "max_num_batched_tokens", "kv_from_activations")
@@ -136,28 +136,16 @@ def command(
         )
         if replay:
             kept, left_out = replayable(layout, plans)
-            requests = list(_with_progress(stream))
             results = run_replays(
                 kept,
-                requests,
+                list(_with_progress(stream)),
                 concurrency=concurrency,
                 step_tokens=max_num_batched_tokens,
                 kv_from_activations=kv_from_activations,
             )
             notes = [*layout.notes, *stream.notes, *left_out]
             if as_json:
-                print_json(
-                    {
-                        "model": layout.name,
-                        "trace": stream.name,
-                        "requests": results[0].requests,
-                        "total_tokens": sum(r.input_tokens + r.output_tokens for r in requests if r.input_tokens),
-                        "accounting": "time-integrated",
-                        "concurrency": concurrency,
-                        "policies": {result.policy: replay_json(result) for result in results},
-                        "notes": notes,
-                    }
-                )
+                print_json(report_json(layout, stream.name, concurrency, results, notes))
             else:
                 print_replay(layout, stream.name, concurrency, results, notes)
             return

@@ -8,7 +8,7 @@ from .baselines import grouped_geometry, lcm_geometry, uniform_geometry
 from .errors import ConfigError
 from .geometry import PageGeometry
 from .layout import ModelLayout
-from .solver import solve_geometry
+from .solver import MIN_BLOCK_SIZE, solve_geometry
 
 POLICIES: dict[str, Callable[[ModelLayout, int], PageGeometry]] = {
     "uniform": uniform_geometry,
@@ -18,10 +18,15 @@ POLICIES: dict[str, Callable[[ModelLayout, int], PageGeometry]] = {
 }
 
 
-def plan_geometry(policy: str, layout: ModelLayout, block_size: int = 16) -> PageGeometry:
-    """The geometry of one policy by name; `ConfigError` lists the names."""
-    try:
-        plan = POLICIES[policy]
-    except KeyError:
-        raise ConfigError(f"policy {policy!r} is not known; allowed: {', '.join(POLICIES)}") from None
-    return plan(layout, block_size)
+def plan_geometry(
+    policy: str, layout: ModelLayout, block_size: int = 16, *, min_block_size: int = MIN_BLOCK_SIZE
+) -> PageGeometry:
+    """The geometry of one policy by name; `ConfigError` lists the names.
+
+    `min_block_size` is kvtide's alone: the baselines give every group the same block.
+    """
+    if policy not in POLICIES:
+        raise ConfigError(f"policy {policy!r} is not known; allowed: {', '.join(POLICIES)}")
+    if policy == "kvtide":
+        return solve_geometry(layout, block_size, min_block_size=min_block_size)
+    return POLICIES[policy](layout, block_size)

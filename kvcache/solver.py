@@ -25,6 +25,7 @@ from .layout import Group, ModelLayout
 from .specs import Int64Array
 
 MAX_PAGE_BYTES = 8 * 2**20
+MIN_BLOCK_SIZE = 8
 # One more table must save at least this share of the bytes.
 TABLE_COST = 0.0005
 # Lengths are odd on purpose: a geometry must not look good only at multiples of its block.
@@ -97,7 +98,7 @@ def solve_geometry(
     layout: ModelLayout,
     block_size: int | Mapping[str, int] = 16,
     *,
-    min_block_size: int = 8,
+    min_block_size: int = MIN_BLOCK_SIZE,
     max_page_bytes: int = MAX_PAGE_BYTES,
 ) -> PageGeometry:
     """The geometry of least expected waste.

@@ -45,6 +45,7 @@ class ReplayWaste:
     policy: str
     steps: int
     requests: int
+    total_tokens: int
     by_kind: dict[str, dict[str, float]]
     prompt_tokens: int
     cached_tokens: int
@@ -126,12 +127,14 @@ def replay(
             num_samples += 1
         manager.commit(rows, counts, tokens)
         steps += 1
-        finished = [item for item in running if manager.committed[item.row] >= item.total]
-        for item in finished:
-            manager.release(item.row)
-            on_request()
-        if finished:
-            running = [item for item in running if item not in finished]
+        unfinished = []
+        for item in running:
+            if manager.committed[item.row] < item.total:
+                unfinished.append(item)
+            else:
+                manager.release(item.row)
+                on_request()
+        running = unfinished
     by_kind: dict[str, dict[str, float]] = {}
     for group in manager.groups:
         kind = by_kind.setdefault(group.fmt.group.spec.kind, dict.fromkeys(MemoryByCause._fields, 0.0))
@@ -141,6 +144,7 @@ def replay(
         geometry.policy,
         steps,
         len(requests),
+        sum(request.input_tokens + request.output_tokens for request in requests),
         by_kind,
         prompt_tokens=sum(request.input_tokens for request in requests),
         cached_tokens=cached,
