@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -224,10 +225,26 @@ def test_truncated_gzip(tmp_path, kept):
     assert ", line " in message or kept <= 40
 
 
-def test_damaged_gzip(tmp_path):
-    data = bytearray(gzip.compress(os.urandom(100) + MOONCAKE.encode()))
+@pytest.mark.parametrize("seed", range(20))
+def test_damaged_gzip(tmp_path, seed):
+    # What the damage unpacks to, text or not, differs from seed to seed; the message does not.
+    noise = random.Random(seed).randbytes(100)
+    data = bytearray(gzip.compress(noise + MOONCAKE.encode()))
     data[20:60] = b"x" * 40
     assert "cut off or damaged" in refusal(write(tmp_path, bytes(data)))
+
+
+def test_damaged_gzip_that_unpacks_to_wrong_rows(tmp_path):
+    # Stored, not deflated, so that a flipped byte stays a plausible row and only the checksum tells.
+    data = bytearray(gzip.compress(MOONCAKE.encode(), compresslevel=0))
+    data[data.index(b"input_length")] = ord("x")
+    assert "cut off or damaged" in refusal(write(tmp_path, bytes(data)))
+
+
+def test_intact_gzip_of_bad_rows_is_not_called_damaged(tmp_path):
+    message = refusal(write(tmp_path, gzip.compress(MOONCAKE.encode() + b"\xff\n")))
+    assert "is not UTF-8 text" in message
+    assert "damaged" not in message
 
 
 def test_line_without_end_is_not_read_whole(tmp_path):

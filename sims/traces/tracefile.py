@@ -70,9 +70,13 @@ class TraceFile:
         self.path = path
         self.progress = progress if progress is not None else Progress()
         self.line = 0
+        self._unpacked = False
 
     def error(self, what: str) -> TraceError:
         """Return the error that says `what` is wrong at the current line; the caller raises it."""
+        # Damaged gzip data can unpack to nonsense long before its checksum fails, so that is looked at first.
+        if self._unpacked and (damage := self._gzip_damage()):
+            what, self._unpacked = f"the gzip data is cut off or damaged ({damage})", False
         return TraceError(f"{self.path}, line {self.line}: {what}" if self.line else f"{self.path}: {what}")
 
     @contextmanager
@@ -82,12 +86,23 @@ class TraceFile:
                 if file.peek(2)[:2] != _GZIP_MAGIC:
                     yield file
                 else:
+                    self._unpacked = True
                     with gzip.GzipFile(fileobj=file) as unpacked:
                         yield unpacked
         except _DAMAGED_GZIP as error:
+            self._unpacked = False  # known, no need to look again
             raise self.error(f"the gzip data is cut off or damaged from here on ({error})") from None
         except OSError as error:
             raise self.error(f"cannot be read: {error.strerror or error}") from None
+
+    def _gzip_damage(self) -> str:
+        try:
+            with gzip.open(self.path) as unpacked:
+                while unpacked.read(1 << 20):
+                    pass
+        except (*_DAMAGED_GZIP, OSError) as error:
+            return str(error)
+        return ""
 
     def head(self, size: int) -> bytes:
         """Return the first `size` unpacked bytes, fewer if the file ends or breaks off, without the byte-order mark."""
