@@ -1,0 +1,1 @@
+"""Where bytes go: storage connectors, their configuration, and the bridges into engines."""

@@ -1,0 +1,1 @@
+"""When bytes move: the store interface, keys and values, policies, transfers, and the offload manager."""
