@@ -1,0 +1,138 @@
+"""The store interface: what every tier below the device answers, in batches, with one status per key.
+
+    contains ──► lease ──► get_into(keys, caller's buffers) ──► close the lease
+    put(keys, caller's buffers)          delete, scan, stats, close
+
+A store holds immutable values under `StoreKey`s. Its promises, which the conformance suite tests on every store:
+
+- a value is visible only when it is complete, and every read verifies its header and checksum: what is corrupt, torn,
+  short or foreign is never served, is counted, and is removed or set aside;
+- a buffer is valid only where the status is HIT; after any other status its bytes mean nothing;
+- one key's fault never fails another key of the batch, and no fault raises: it becomes a status and a count;
+- a failed put never counts as stored; putting a key that is there keeps the old value and says PRESENT;
+- all methods block, and may be called from several threads at once. Deadlines, cancellation and progress are the
+  business of `requests.Requests`, which runs any store on worker threads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+from .keys import StoreKey
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+
+class Status(IntEnum):
+    """What became of one key of a batch."""
+
+    HIT = 0  # found; after `get_into` the buffer holds the verified value
+    MISS = 1  # not there
+    CORRUPT = 2  # there, but not what was stored; removed or set aside
+    ERROR = 3  # the store failed, or did not answer in time; whether the key is there is not known
+    STORED = 4  # put: durable to the store's promised level
+    PRESENT = 5  # put: there already, nothing written
+    FULL = 6  # put: no room, and nothing that may be evicted
+    REFUSED = 7  # put: the admission policy, a quota or the store's role does not take it
+    DELETED = 8  # delete: it is gone
+
+
+class Entry(NamedTuple):
+    """One stored value, as `scan` finds it: bytes on the tier, header included."""
+
+    key: StoreKey
+    num_bytes: int
+
+
+@dataclass
+class StoreStats:
+    """What a store holds now and what happened since it was opened. Bytes include headers.
+
+    `capacity_bytes` None: not bounded by the store. `outcomes` counts (operation, status) pairs, where the operation is
+    `contains`, `get`, `put` or `delete`; `faults` counts failures by a short name of their kind.
+    """
+
+    num_values: int = 0
+    num_bytes: int = 0
+    capacity_bytes: int | None = None
+    evicted: int = 0
+    outcomes: Counter[tuple[str, Status]] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+
+
+class Lease:
+    """Keeps values from being evicted until it is closed; closing twice is harmless. Also a context manager.
+
+    `statuses[i]` is HIT for the keys that are held. A store that cannot hold values (a remote cache that evicts on its
+    own) still answers; its later read may then be a MISS, never a wrong value.
+    """
+
+    def __init__(self, statuses: Sequence[Status]) -> None:
+        self.statuses = list(statuses)
+
+    def close(self) -> None:
+        """Let go of what is held."""
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Store(ABC):
+    """One tier. Subclasses implement the batch methods; sizes are checked against `max_value_bytes`.
+
+    `max_value_bytes` bounds the raw bytes of one value, so that a length read from a damaged header never allocates
+    more. Closing waits for running calls; later calls answer ERROR.
+    """
+
+    name: str = "store"
+    max_value_bytes: int = 1 << 30
+
+    @abstractmethod
+    def contains(self, keys: Sequence[StoreKey]) -> list[Status]:
+        """HIT, MISS or ERROR per key. Does not read values, so a HIT may still turn out CORRUPT."""
+
+    @abstractmethod
+    def get_into(self, keys: Sequence[StoreKey], buffers: Sequence[WriteableBuffer]) -> list[Status]:
+        """Read values into the caller's buffers, each exactly as long as the value: HIT, MISS, CORRUPT or ERROR."""
+
+    @abstractmethod
+    def put(self, keys: Sequence[StoreKey], buffers: Sequence[ReadableBuffer]) -> list[Status]:
+        """Store values: STORED, PRESENT, FULL, REFUSED or ERROR per key. The buffers are free when it returns."""
+
+    @abstractmethod
+    def delete(self, keys: Sequence[StoreKey]) -> list[Status]:
+        """DELETED, MISS or ERROR per key."""
+
+    @abstractmethod
+    def scan(self) -> Iterator[Entry]:
+        """Every value, in no order; values that come or go meanwhile may or may not be among them."""
+
+    @abstractmethod
+    def stats(self) -> StoreStats:
+        """A snapshot of the counts."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what runs, make it durable, and let go of files, connections and threads. Twice is harmless."""
+
+    def lease(self, keys: Sequence[StoreKey]) -> Lease:
+        """Look keys up and hold those that are there. The default holds nothing."""
+        return Lease(self.contains(keys))
+
+    def touch(self, keys: Sequence[StoreKey]) -> None:  # noqa: B027  (a store without recency has nothing to do)
+        """Tell the store's eviction that keys were of use although they were not read (a faster tier had them)."""
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
