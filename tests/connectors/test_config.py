@@ -1,0 +1,195 @@
+"""The connector configuration: what it takes, how it is overridden, and what it says about what it does not take."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from importlib.metadata import EntryPoint
+from typing import Annotated, Any
+
+import msgspec
+import pytest
+
+from kvtide.connectors import registry
+from kvtide.connectors.config import TransferConfig, load_config, open_store, schema
+from kvtide.kvcache import ConfigError
+from kvtide.offload.store import Entry, Status, Store, StoreStats
+
+
+class PlainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    path: str
+    max_bytes: int | str = "1GiB"
+    depth: Annotated[int, msgspec.Meta(ge=1, le=9)] = 3
+    url: Annotated[str, msgspec.Meta(pattern="^redis")] = "redis://"
+
+
+class PlainStore(Store):
+    Config = PlainConfig
+
+    def __init__(self, config: PlainConfig) -> None:
+        self.config = config
+
+    def contains(self, keys: Sequence[bytes]) -> list[Status]:
+        return [Status.MISS] * len(keys)
+
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[Status]:
+        return [Status.MISS] * len(keys)
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[Status]:
+        return [Status.REFUSED] * len(keys)
+
+    def delete(self, keys: Sequence[bytes]) -> list[Status]:
+        return [Status.MISS] * len(keys)
+
+    def scan(self) -> Iterator[Entry]:
+        return iter(())
+
+    def stats(self) -> StoreStats:
+        return StoreStats()
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def module(monkeypatch):
+    module = types.ModuleType("acme_stores")
+    module.PlainStore = PlainStore
+    module.NoStore = dict
+    monkeypatch.setitem(sys.modules, "acme_stores", module)
+
+
+def plain(**extra):
+    return {"kv_connector": "acme_stores:PlainStore", "kv_connector_extra_config": {"path": "/var/kv", **extra}}
+
+
+def refusal(source, environ=None):
+    with pytest.raises(ConfigError) as caught:
+        load_config(source, environ=environ or {})
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_json_text_yaml_file_and_mapping_say_the_same(tmp_path):
+    data = {**plain(max_bytes="64GiB"), "kv_role": "kv_consumer"}
+    (tmp_path / "kv.yaml").write_text(
+        "kv_connector: acme_stores:PlainStore\nkv_role: kv_consumer\n"
+        "kv_connector_extra_config:\n  path: /var/kv\n  max_bytes: 64GiB\n"
+    )
+    (tmp_path / "kv.json").write_text(json.dumps(data))
+    found = [
+        load_config(source, environ={})
+        for source in (data, json.dumps(data), tmp_path / "kv.yaml", tmp_path / "kv.json")
+    ]
+    assert found.count(found[0]) == 4
+    assert (found[0].stores, found[0].loads) == (False, True)
+
+
+def test_a_store_opens_by_class_path_module_path_and_entry_point(monkeypatch):
+    by_module = {**plain(), "kv_connector": "PlainStore", "kv_connector_module_path": "acme_stores"}
+    entry = EntryPoint("acme", "acme_stores:PlainStore", registry.ENTRY_POINTS)
+    monkeypatch.setattr(registry, "entry_points", lambda *, group, name=None: [entry] if name in (None, "acme") else [])
+    for data in (plain(), by_module, {**plain(), "kv_connector": "acme"}):
+        store = open_store(load_config(data, environ={}))
+        assert isinstance(store, PlainStore)
+        assert store.config == PlainConfig(path="/var/kv")
+    assert registry.known_stores()[-1] == "acme"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"kv_role": "both"}, "kv_transfer_config: kv_role is 'both'; "),
+        ({"kv_rol": "kv_both"}, "has no key 'kv_rol'; allowed are kv_connector, kv_role"),
+        ({"kv_rol": "kv_both"}, "did you mean 'kv_role'?"),
+        ({"kv_connector": "LMDBConector"}, "did you mean 'LMDBConnector'?"),
+        ({"kv_connector": "acme_stores:Gone"}, "module 'acme_stores' has no class 'Gone'"),
+        ({"kv_connector": "acme_stores:NoStore"}, "acme_stores:NoStore is not a subclass of"),
+        ({"kv_connector": "no_such_module:X"}, "kv_connector_module_path 'no_such_module' cannot be imported"),
+        ({"kv_connector": ".:X"}, "kv_connector_module_path '.' cannot be imported"),
+        ({"kv_connector": ""}, "kv_connector is ''; "),
+        ({"kv_connector": 3}, "kv_connector is 3; expected str"),
+        ({"kv_load_failure_policy": "retry"}, "kv_load_failure_policy is 'retry'"),
+        ({"kv_connector_extra_config": []}, "kv_connector_extra_config is []; expected object"),
+        ({"kv_connector_extra_config": {}}, "kv_connector_extra_config: object missing required field path"),
+    ],
+)
+def test_bad_keys_and_values_are_named(change, expected):
+    assert expected in refusal({**plain(), **change})
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({"depth": 12}, "acme_stores:PlainStore's kv_connector_extra_config: depth is 12; expected int <= 9"),
+        ({"path": 7}, "path is 7; expected str"),
+        ({"max_byte": 7}, "has no key 'max_byte'; allowed are path, max_bytes, depth, url; did you mean 'max_bytes'?"),
+    ],
+)
+def test_the_stores_own_settings_are_checked(extra, expected):
+    assert expected in refusal(plain(**extra))
+
+
+def test_a_missing_connector_and_other_documents(tmp_path):
+    assert "missing required field kv_connector" in refusal({})
+    assert "cannot be read: No such file" in refusal(tmp_path / "absent.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    assert "must hold one object" in refusal(tmp_path / "list.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [1\nb: 2\n")
+    assert "bad.yaml, line 2: is not valid YAML" in refusal(tmp_path / "bad.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "it is not UTF-8 text" in refusal(tmp_path / "binary.yaml")
+    assert "is not valid JSON" in refusal('{"kv_connector": }')
+    assert "nests too deeply" in refusal('{"a":' + "[" * 100_000)
+    assert "cannot be read: Is a directory" in refusal(tmp_path)
+
+
+def test_a_password_in_a_url_is_never_printed():
+    message = refusal(plain(url="http://user:secret@host/0"))
+    assert "http://***@host/0" in message
+    assert "secret" not in message
+
+
+def test_environment_overrides():
+    environ = {
+        "KVTIDE_CONFIG__KV_ROLE": "kv_producer",
+        "KVTIDE_CONFIG__KV_CONNECTOR_EXTRA_CONFIG__MAX_BYTES": "64GiB",
+        "KVTIDE_CONFIG__KV_CONNECTOR_EXTRA_CONFIG__DEPTH": "5",
+        "OTHER": "x",
+    }
+    data = plain()
+    config = load_config(data, environ=environ)
+    assert config.kv_role == "kv_producer"
+    assert config.kv_connector_extra_config == {"path": "/var/kv", "max_bytes": "64GiB", "depth": 5}
+    assert data == plain()  # what was given stays as it was
+
+
+def test_environment_overrides_reach_into_lists_and_name_the_variable_when_wrong():
+    name = "KVTIDE_CONFIG__KV_CONNECTOR_EXTRA_CONFIG__CONNECTORS__{}__KV_CONNECTOR_EXTRA_CONFIG__CAPACITY"
+    data = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [{"kv_connector": "x"}]}}
+    message = refusal(data, {name.format(4): "1"})
+    assert message.startswith(f"environment variable {name.format(4)}: '4' is no place of a list of 1")
+    assert "names a key inside 'kv_both'" in refusal(
+        {**plain(), "kv_role": "kv_both"}, {"KVTIDE_CONFIG__KV_ROLE__DEEPER": "1"}
+    )
+    assert "has no key 'kv_roll'" in refusal(plain(), {"KVTIDE_CONFIG__KV_ROLL": "kv_both"})
+
+
+def test_a_config_knows_vllms_other_keys():
+    config = load_config({**plain(), "engine_id": "e", "kv_buffer_device": "cpu", "kv_port": 1}, environ={})
+    assert config == TransferConfig(**plain(), engine_id="e", kv_buffer_device="cpu", kv_port=1)
+
+
+def test_the_schema_describes_and_checks_every_store(monkeypatch):
+    jsonschema = pytest.importorskip("jsonschema")
+    monkeypatch.setattr(registry, "BUILT_IN", {"PlainStore": "acme_stores"})
+    found = schema()
+    jsonschema.Draft202012Validator.check_schema(found)
+    validator = jsonschema.Draft202012Validator(found)
+    good = {"kv_connector": "PlainStore", "kv_connector_extra_config": {"path": "/var/kv", "depth": 2}}
+    assert validator.is_valid(good)
+    assert not validator.is_valid({**good, "kv_role": "both"})
+    assert not validator.is_valid({**good, "kv_connector_extra_config": {"path": "/var/kv", "depth": 20}})
+    assert not validator.is_valid({**good, "kv_connector_extra_config": {"path": "/var/kv", "unknown": 2}})
