@@ -8,6 +8,7 @@ A store holds immutable values under `StoreKey`s. Its promises, which the confor
 - a value is visible only when it is complete, and every read verifies its header and checksum: what is corrupt, torn,
   short or foreign is never served, is counted, and is removed or set aside;
 - a buffer is valid only where the status is HIT; after any other status its bytes mean nothing;
+- looking (`headers`, `scan`, `stats`) changes nothing and moves no recency;
 - one key's fault never fails another key of the batch, and no fault raises: it becomes a status and a count;
 - a failed put never counts as stored; putting a key that is there keeps the old value and says PRESENT;
 - all methods block, and may be called from several threads at once. Deadlines, cancellation and progress are the
@@ -24,6 +25,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from .keys import StoreKey
+from .values import Header
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -113,6 +115,10 @@ class Store(ABC):
         """DELETED, MISS or ERROR per key."""
 
     @abstractmethod
+    def headers(self, keys: Sequence[StoreKey]) -> list[Header | None]:
+        """The checked header of each value, None where there is none; reads no payload. For looking into a store."""
+
+    @abstractmethod
     def scan(self) -> Iterator[Entry]:
         """Every value, in no order; values that come or go meanwhile may or may not be among them."""
 
@@ -123,6 +129,27 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Finish what runs, make it durable, and let go of files, connections and threads. Twice is harmless."""
+
+    @property
+    def tiers(self) -> Sequence[Store]:
+        """The stores that this one is made of, the nearest first; none for a plain store."""
+        return ()
+
+    def verify(self, keys: Sequence[StoreKey]) -> list[Status]:
+        """Read and check values, as `get_into` does, into memory of its own: HIT, MISS, CORRUPT or ERROR."""
+        found = self.headers(keys)
+        return [
+            self.get_into([key], [bytearray(header.raw_bytes)])[0] if header is not None else self._without_header(key)
+            for key, header in zip(keys, found, strict=True)
+        ]
+
+    def _without_header(self, key: StoreKey) -> Status:
+        # What is there without a readable header is found out, counted and removed by a read of any length.
+        return Status.MISS if self.contains([key]) == [Status.MISS] else self.get_into([key], [bytearray(1)])[0]
+
+    def gc(self) -> int:
+        """Give back what serves no value: leftovers of dead writers, expired values, sparse files. Bytes given back."""
+        return 0
 
     def lease(self, keys: Sequence[StoreKey]) -> Lease:
         """Look keys up and hold those that are there. The default holds nothing."""
