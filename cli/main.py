@@ -19,6 +19,7 @@ COMMANDS = {
     "layout": "Show a model's layers and groups, their bytes, and where each field came from.",
     "plan": "Show how many requests and how long a context fit in a memory budget.",
     "models": "List the bundled models.",
+    "kernels": "Show which attention backends can run here, which is picked, and why the others are not.",
     "store": "Look into a configured store, check it, clean it, measure it.",
     "config": "Check a connector configuration, or print its JSON schema.",
 }

@@ -1,6 +1,6 @@
 """What a KV cache is: layer specs, model layouts, page geometry, the arena of bytes."""
 
-from .errors import ConfigError, Exhausted, KvtideError, MissingExtra, TraceError
+from .errors import BackendUnavailable, ConfigError, Exhausted, KvtideError, MissingExtra, TraceError
 from .layout import Group, Layer, ModelLayout, Source
 from .presets import preset_names
 from .specs import (
@@ -20,6 +20,7 @@ from .specs import (
 
 __all__ = [
     "MLA",
+    "BackendUnavailable",
     "ChunkedLocal",
     "Component",
     "ConfigError",

@@ -27,6 +27,10 @@ class MissingExtra(KvtideError):
         super().__init__(f"{what} needs the package {package!r}; install it with: pip install 'kvtide[{extra}]'")
 
 
+class BackendUnavailable(KvtideError):
+    """A kernel backend that was asked for and cannot run the call; the message gives every reason."""
+
+
 class Exhausted(KvtideError):
     """A reservation that does not fit; nothing was changed.
 
