@@ -1,0 +1,228 @@
+"""What the stores that live in other processes share: arguments checked, outcomes counted, closing in order.
+
+A subclass answers for one batch in `_contains`, `_get`, `_put`, `_delete` and `_headers`, with one status per key and
+without raising; a fault it meets it counts with `_fault`. `Deadline` gives calls into a library that may hang for ever
+a time limit: the call is left to itself on its thread, together with the memory that it may still write to.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtide.kvcache import ConfigError, KvtideError
+from kvtide.offload.keys import KEY_BYTES, StoreKey
+from kvtide.offload.store import Status, Store, StoreStats
+from kvtide.offload.values import HEADER_BYTES, BadValue, Header, make_header, parse_header, verify
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+
+class RemoteStore(Store):
+    """A store whose values are elsewhere. `name` is what counters and messages call it."""
+
+    def __init__(self) -> None:
+        self._state = threading.Condition()
+        self._counts = StoreStats()
+        self._running = 0
+        self._closed = False
+
+    def contains(self, keys: Sequence[StoreKey]) -> list[Status]:
+        return self._answer("contains", keys, lambda: self._contains(keys))
+
+    def get_into(self, keys: Sequence[StoreKey], buffers: Sequence[WriteableBuffer]) -> list[Status]:
+        views = _views(keys, buffers)
+        return self._answer("get", keys, lambda: self._get(keys, views))
+
+    def put(self, keys: Sequence[StoreKey], buffers: Sequence[ReadableBuffer]) -> list[Status]:
+        views = _views(keys, buffers)
+        return self._answer("put", keys, lambda: self._put_fitting(keys, views))
+
+    def delete(self, keys: Sequence[StoreKey]) -> list[Status]:
+        return self._answer("delete", keys, lambda: self._delete(keys))
+
+    def headers(self, keys: Sequence[StoreKey]) -> list[Header | None]:
+        _check_keys(keys)
+        if not self._enter():
+            return [None] * len(keys)
+        try:
+            return self._headers(keys)
+        finally:
+            self._leave()
+
+    def stats(self) -> StoreStats:
+        with self._state:
+            return deepcopy(self._counts)
+
+    def close(self) -> None:
+        with self._state:
+            if self._closed:
+                return
+            self._closed = True
+            self._state.wait_for(lambda: self._running == 0)
+        self._shut()
+
+    @abstractmethod
+    def _contains(self, keys: Sequence[StoreKey]) -> list[Status]: ...
+
+    @abstractmethod
+    def _get(self, keys: Sequence[StoreKey], views: Sequence[memoryview]) -> list[Status]: ...
+
+    @abstractmethod
+    def _put(self, keys: Sequence[StoreKey], views: Sequence[memoryview]) -> list[Status]: ...
+
+    @abstractmethod
+    def _delete(self, keys: Sequence[StoreKey]) -> list[Status]: ...
+
+    @abstractmethod
+    def _headers(self, keys: Sequence[StoreKey]) -> list[Header | None]: ...
+
+    @abstractmethod
+    def _shut(self) -> None:
+        """Let go of connections and threads; no call runs any more."""
+
+    def _put_fitting(self, keys: Sequence[StoreKey], views: Sequence[memoryview]) -> list[Status]:
+        fits = [view.nbytes <= self.max_value_bytes for view in views]
+        if not all(fits):
+            self._fault("value too large", fits.count(False))
+        wanted = [at for at, fit in enumerate(fits) if fit]
+        first = {keys[at]: at for at in reversed(wanted)}  # a key that is twice in a batch is stored once
+        places = sorted(first.values())
+        stored = self._put([keys[at] for at in places], [views[at] for at in places])
+        by_place = dict(zip(places, stored, strict=True))
+        statuses = [Status.REFUSED] * len(keys)
+        for at in wanted:
+            status = by_place[first[keys[at]]]
+            statuses[at] = Status.PRESENT if status is Status.STORED and at not in by_place else status
+        return statuses
+
+    def _seal(self, key: StoreKey, view: memoryview) -> tuple[bytes, memoryview]:
+        """The header and the payload that are stored for a value."""
+        return make_header(key, view, raw_bytes=view.nbytes), view
+
+    def _unseal(self, key: StoreKey, value: ReadableBuffer, view: memoryview) -> Status:
+        """Check a whole stored value and copy it into the caller's buffer: HIT, or CORRUPT with its count."""
+        data = memoryview(value).cast("B")
+        try:
+            header = parse_header(data, key, max_value_bytes=self.max_value_bytes)
+            payload = data[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
+            verify(header, payload)
+            if header.raw_bytes != view.nbytes:
+                raise BadValue("length differs")
+        except BadValue as error:
+            self._fault(str(error))
+            return Status.CORRUPT
+        view[:] = payload
+        return Status.HIT
+
+    def _unseal_stream(
+        self, key: StoreKey, read_into: Callable[[memoryview], int], length: int, view: memoryview
+    ) -> Status:
+        """As `_unseal`, reading a stored value of `length` bytes with as few copies as its codec allows."""
+        try:
+            start = bytearray(HEADER_BYTES)
+            _fill(read_into, memoryview(start))
+            header = parse_header(start, key, max_value_bytes=self.max_value_bytes)
+            if header.raw_bytes != view.nbytes or length != HEADER_BYTES + header.stored_bytes:
+                raise BadValue("length differs")
+            _fill(read_into, view)
+            verify(header, view)
+        except BadValue as error:
+            self._fault(str(error))
+            return Status.CORRUPT
+        return Status.HIT
+
+    def _header(self, key: StoreKey, start: ReadableBuffer) -> Header | None:
+        """The header at the start of a value, if it is one of this key."""
+        try:
+            return parse_header(start, key, max_value_bytes=self.max_value_bytes)
+        except BadValue:
+            return None
+
+    def _remove_corrupt(self, keys: Sequence[StoreKey], statuses: Sequence[Status]) -> None:
+        corrupt = [key for key, status in zip(keys, statuses, strict=True) if status is Status.CORRUPT]
+        if corrupt:
+            self._delete(corrupt)
+
+    def _answer(self, operation: str, keys: Sequence[StoreKey], call: Callable[[], list[Status]]) -> list[Status]:
+        _check_keys(keys)
+        if not keys:
+            return []
+        if self._enter():
+            try:
+                statuses = call()
+            finally:
+                self._leave()
+        else:
+            statuses = [Status.ERROR] * len(keys)
+            self._fault("closed")
+        with self._state:
+            self._counts.outcomes.update((operation, status) for status in statuses)
+        return statuses
+
+    def _fault(self, kind: str, count: int = 1) -> None:
+        with self._state:
+            self._counts.faults[kind] += count
+
+    def _enter(self) -> bool:
+        with self._state:
+            self._running += not self._closed
+            return not self._closed
+
+    def _leave(self) -> None:
+        with self._state:
+            self._running -= 1
+            self._state.notify_all()
+
+
+def _fill(read_into: Callable[[memoryview], int], view: memoryview) -> None:
+    done = 0
+    while done < view.nbytes:
+        read = read_into(view[done:])
+        if not read:
+            raise BadValue("short value")
+        done += read
+
+
+def key_of(name: str) -> StoreKey | None:
+    """The key that `name` is the hex of; None when it is something else."""
+    try:
+        key = bytes.fromhex(name)
+    except ValueError:
+        return None
+    return key if len(key) == KEY_BYTES and key.hex() == name else None
+
+
+def secret(what: str, env: str | None, file: str | None) -> str | None:
+    """A secret from the environment variable or the file that the settings `{what}_env` and `{what}_file` name."""
+    if env is not None and file is not None:
+        raise ConfigError(f"{what}_env and {what}_file must not both be given")
+    if env is not None:
+        if env not in os.environ:
+            raise ConfigError(f"{what}_env names the environment variable {env!r}, which is not set")
+        return os.environ[env]
+    if file is not None:
+        try:
+            return Path(file).read_text(encoding="utf-8").rstrip("\r\n")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ConfigError(f"{what}_file {file!r} cannot be read: {reason}") from None
+    return None
+
+
+def _check_keys(keys: Sequence[StoreKey]) -> None:
+    for key in keys:
+        if len(key) != KEY_BYTES:
+            raise KvtideError(f"a store key is {KEY_BYTES} bytes, not {len(key)}")
+
+
+def _views(keys: Sequence[StoreKey], buffers: Sequence[ReadableBuffer]) -> list[memoryview]:
+    if len(keys) != len(buffers):
+        raise KvtideError(f"{len(keys)} keys need as many buffers, not {len(buffers)}")
+    return [memoryview(buffer).cast("B") for buffer in buffers]
