@@ -94,7 +94,7 @@ def frame(call: MlaCall, support: Support, *, pad_heads: int | None = None, tabl
     if call.fmt is LatentFormat.FP8:
         value_scale = host_scale(call.k_scale)
         scale *= value_scale
-        # Saturate: a query beyond the largest FP8 value would become NaN.
+        # Saturate here: not every torch does, and the others make NaN of a query beyond the largest FP8 value.
         query = query.float().clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
         out_dtype = torch.bfloat16
     shape = (*query.shape[:3], call.latent_dim)

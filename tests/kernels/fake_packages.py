@@ -151,7 +151,7 @@ class Package:
         assert workspace.numel() * workspace.itemsize >= num_bytes
         assert workspace.data_ptr() % 32 == 0
         if not any(workspace is seen for seen in self._workspaces):
-            assert not workspace.any()
+            assert not workspace[::4093].any()
             self._workspaces.append(workspace)
 
     def _tokenspeed(self, a: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

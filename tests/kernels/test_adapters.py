@@ -31,7 +31,7 @@ from kvtide.kvcache import BackendUnavailable
 LATENT, ROPE = 512, 64
 SCALE = 192**-0.5 * 1.1
 BAD_ENTRY = 2_147_480_000
-RAGGED = (130, 0, 1, 64, 63, 65, 2, 128)
+RAGGED = (130, 0, 1, 64, 63, 2)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def make(
     lens: tuple[int, ...] = RAGGED,
     *,
     q_len: int = 1,
-    heads: int = 4,
+    heads: int = 2,
     block: int = 64,
     layers: int = 3,
     fmt: LatentFormat = LatentFormat.BFLOAT16,
@@ -138,15 +138,15 @@ def oracle(call: MlaCall) -> tuple[torch.Tensor, torch.Tensor]:
     lens = call.seq_lens.tolist()
     for row in range(call.batch):
         q_len = call.q_len if call.q_lens is None else int(call.q_lens[row])
+        places = range(lens[row])
+        entries = [int(call.block_table[row, j // call.block_size]) for j in places]
+        everything = call.cache[entries, [j % call.block_size for j in places]].double() * float(call.k_scale)
         for token in range(q_len):
             position = lens[row] - q_len + token
             first = 0 if call.window is None else max(0, position - call.window + 1)
-            seen = range(first, position + 1)
-            if not seen:
+            if position < first:
                 continue
-            entries = [int(call.block_table[row, j // call.block_size]) for j in seen]
-            slots = [j % call.block_size for j in seen]
-            keys = call.cache[entries, slots].double() * float(call.k_scale)
+            keys = everything[first : position + 1]
             scores = call.scale * (call.query[row, token].double() @ keys.T)
             lse[row, token] = torch.logsumexp(scores, dim=-1)
             out[row, token] = torch.softmax(scores, dim=-1) @ keys[:, : call.latent_dim]
@@ -174,9 +174,9 @@ def block_for(adapter: Adapter) -> int:
 def test_ragged_rows_over_a_poisoned_pool(package: Package, adapter: Adapter, q_len: int) -> None:
     q_len = min(q_len, adapter.support.max_q_len or q_len)
     block = block_for(adapter)
-    for columns in (None, 5):  # exactly wide enough, and wider
-        check(adapter, make(q_len=q_len, block=block, layers=layers_for(adapter), columns=columns))
-    assert len(package.calls) >= 2
+    columns = 5 if q_len == 2 else None  # wider than needed, or exactly wide enough
+    check(adapter, make(q_len=q_len, block=block, layers=layers_for(adapter), columns=columns))
+    assert package.calls
 
 
 @every_adapter
@@ -213,7 +213,7 @@ def test_half_precision_and_a_result_in_somebodys_buffer(package: Package, adapt
         return
     call = make(fmt=LatentFormat.FLOAT16, dtype=torch.float16, block=block_for(adapter), layers=layers_for(adapter))
     wide = torch.full((*call.out.shape[:3], LATENT + 8), math.nan, dtype=torch.float16)
-    check(adapter, replace(call, out=wide[..., :LATENT], lse=torch.empty(4, 1, 8).transpose(0, 2)))
+    check(adapter, replace(call, out=wide[..., :LATENT], lse=torch.empty(2, 1, 6).transpose(0, 2)))
     assert wide[..., LATENT:].isnan().all()
 
 
@@ -237,10 +237,9 @@ def test_windows(package: Package, window: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["FLASHINFER_MLA", "TOKENSPEED_MLA"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("k_scale", [0.25, 1.0, 3.7])
+@pytest.mark.parametrize(("dtype", "k_scale"), [(torch.bfloat16, 0.25), (torch.float16, 3.7)])
 def test_fp8_scales_reach_keys_and_values(package: Package, name: str, dtype: torch.dtype, k_scale: float) -> None:
-    call = make(fmt=LatentFormat.FP8, dtype=dtype, k_scale=k_scale, q_len=2)
+    call = make((66, 0, 3), fmt=LatentFormat.FP8, dtype=dtype, k_scale=k_scale, q_len=2)
     call.query[0, 0, 0, 0] = 1000.0  # saturates: as NaN it would spoil its head
     seen = call.query.float().clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(dtype)
     check(ADAPTERS[name], call, exact=replace(call, query=seen))
