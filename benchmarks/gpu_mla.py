@@ -54,7 +54,8 @@ SHAPES = {16: (16, 1), 32: (32, 1), 64: (64, 1), 128: (128, 1), 1024: (128, 8)}
 TIME_LIMIT = 440.0
 COPY_BYTES = 4 * 2**30
 MATMUL_SIZE = 8192
-PEERS = {"FLASHMLA": "sgl-flash-mla", "FLASH_ATTN_MLA": "vllm", "FLASHINFER_MLA": "flashinfer-python"}
+# What the versions of a report are asked for.
+PEERS = ("sgl-flash-mla", "vllm", "flashinfer-python", "tokenspeed-mla", "flash-attn-4")
 
 
 @dataclass(frozen=True)
@@ -125,16 +126,32 @@ def runnable(call: MlaCall) -> dict[str, Any]:
     """Every backend that can run a call on a GPU without changing its numbers, and the function to call."""
     return {
         verdict.name: registry.select(call, verdict.name)
-        for verdict in registry.explain(Request.of(call))
-        if not verdict.reasons and not verdict.by_name_only and verdict.name != "TORCH_REFERENCE"
+        for verdict in _verdicts(call)
+        if not verdict.reasons and not verdict.by_name_only
     }
+
+
+def refused(call: MlaCall) -> list[Figure]:
+    """The backends that cannot run a call, and why, so that a missing peer is no riddle."""
+    return [
+        Figure(f"check/{verdict.name}", None, "of bound", note="; ".join(verdict.reasons or (verdict.by_name_only,)))
+        for verdict in _verdicts(call)
+        if verdict.reasons or verdict.by_name_only
+    ]
+
+
+def _verdicts(call: MlaCall) -> list[registry.Verdict]:
+    """What the registry says of the GPU backends."""
+    return [v for v in registry.explain(Request.of(call)) if v.name not in ("CPU", "TORCH_REFERENCE")]
 
 
 def check(bench: Bench) -> list[Figure]:
     """The worst error of every backend that can run."""
     worst: dict[str, float] = {}
     notes: dict[str, str] = {}
+    missing: dict[str, Figure] = {}
     for call in check_calls(bench.device):
+        missing.update((figure.name, figure) for figure in refused(call))
         for name, decode in runnable(call).items():
             call.out.fill_(math.nan)
             call.lse.fill_(math.nan)
@@ -148,11 +165,12 @@ def check(bench: Bench) -> list[Figure]:
                 notes.setdefault(name, "")
                 if error > 1 and not notes[name]:
                     notes[name] = f"{call.fmt.value}, {call.heads} heads, q_len {call.q_len}"
-    return [
+    ran = [
         # JSON has no infinity.
         Figure(f"check/{name}", min(error, 1e9), "of bound", target=Target("value", "<=", 1), note=notes[name])
         for name, error in worst.items()
     ]
+    return [*ran, *(figure for name, figure in missing.items() if name not in {figure.name for figure in ran})]
 
 
 def ceilings(bench: Bench) -> list[Figure]:
@@ -298,7 +316,7 @@ def absent(sizes: Sizes) -> list[Figure]:
 def versions(device: Any) -> dict[str, str]:
     """The GPU, and the packages whose kernels take part."""
     found = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__}
-    for package in ("triton", *PEERS.values()):
+    for package in ("triton", *PEERS):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -87,6 +87,9 @@ def test_a_right_kernel_passes_and_a_failing_peer_is_a_note(gpu_mla: Any, monkey
     assert step.value == pytest.approx(1000)
     assert step.peer is None
     assert "FLASHMLA: RuntimeError: no kernel image" in step.note
+    assert figures["check/TOKENSPEED_MLA"].value is None
+    assert "this is the CPU, it runs on 10.0" in figures["check/TOKENSPEED_MLA"].note
+    assert not {"check/CPU", "check/TORCH_REFERENCE"} & set(figures)
     assert "WRONG" not in step.note
     assert figures["beside_flashmla"].value is None
     assert figures["q_len_8"].value == pytest.approx(1)
