@@ -25,7 +25,7 @@ from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Entry, Status, StoreStats
 from kvtide.offload.values import HEADER_BYTES, Header
 
-from .remote import RemoteStore, key_of, secret
+from .remote import CodecName, RemoteStore, key_of, present, secret
 
 STRING_LIMIT = 512 << 20  # of the server
 _BATCH_BYTES = 8 << 20  # of one pipeline: held in memory beside the caller's buffers
@@ -64,6 +64,7 @@ class RedisConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ttl_seconds: Annotated[
         int | None, Meta(description="Values are forgotten this long after they were stored.", ge=1)
     ] = None
+    codec: CodecName = "raw"
     timeout_seconds: Annotated[
         float, Meta(description="A connection or an answer that takes longer is an error.", gt=0, le=600)
     ] = 5.0
@@ -77,7 +78,7 @@ class RedisConnector(RemoteStore):
     max_value_bytes = STRING_LIMIT - HEADER_BYTES
 
     def __init__(self, config: RedisConfig) -> None:
-        super().__init__()
+        super().__init__(config.codec)
         self._prefix = config.prefix
         self._ttl = config.ttl_seconds
         self._redis = _package()
@@ -153,7 +154,7 @@ class RedisConnector(RemoteStore):
 
     def _put(self, keys: Sequence[StoreKey], views: Sequence[memoryview]) -> list[Status]:
         # What is there already is not sent again; NX settles it when two clients store one key at once.
-        statuses = [Status.PRESENT if status is Status.HIT else status for status in self._contains(keys)]
+        statuses = present(self._contains(keys))
         absent = [at for at, status in enumerate(statuses) if status is Status.MISS]
 
         names = self._names([keys[at] for at in absent])

@@ -1,8 +1,7 @@
 """What the stores that live in other processes share: arguments checked, outcomes counted, closing in order.
 
 A subclass answers for one batch in `_contains`, `_get`, `_put`, `_delete` and `_headers`, with one status per key and
-without raising; a fault it meets it counts with `_fault`. `Deadline` gives calls into a library that may hang for ever
-a time limit: the call is left to itself on its thread, together with the memory that it may still write to.
+without raising; a fault it meets it counts with `_fault`. No call runs any more when `_shut` is called.
 """
 
 from __future__ import annotations
@@ -13,21 +12,29 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta
 
 from kvtide.kvcache import ConfigError, KvtideError
+from kvtide.offload.codecs import CODECS, codec_named
 from kvtide.offload.keys import KEY_BYTES, StoreKey
+from kvtide.offload.sealing import landing, seal, unseal
 from kvtide.offload.store import Status, Store, StoreStats
-from kvtide.offload.values import HEADER_BYTES, BadValue, Header, make_header, parse_header, verify
+from kvtide.offload.values import HEADER_BYTES, BadValue, Header, parse_header
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
+# The codecs' names as a setting of a store: `codec: CodecName = "raw"`.
+CodecName = Annotated[str, Meta(description=f"How values are packed: {', '.join(CODECS)}; fp8 changes numbers.")]
+
 
 class RemoteStore(Store):
-    """A store whose values are elsewhere. `name` is what counters and messages call it."""
+    """A store whose values are elsewhere. `codec` packs the values that it stores; it reads those of any codec."""
 
-    def __init__(self) -> None:
+    def __init__(self, codec: str = "raw") -> None:
+        self._codec = codec_named(codec)
         self._state = threading.Condition()
         self._counts = StoreStats()
         self._running = 0
@@ -103,40 +110,40 @@ class RemoteStore(Store):
         return statuses
 
     def _seal(self, key: StoreKey, view: memoryview) -> tuple[bytes, memoryview]:
-        """The header and the payload that are stored for a value."""
-        return make_header(key, view, raw_bytes=view.nbytes), view
+        """The header and the payload that are stored for a value: never longer than header and value."""
+        return seal(key, view, self._codec)
 
     def _unseal(self, key: StoreKey, value: ReadableBuffer, view: memoryview) -> Status:
-        """Check a whole stored value and copy it into the caller's buffer: HIT, or CORRUPT with its count."""
+        """Check a whole stored value and leave what it holds in the caller's buffer: HIT, or CORRUPT with its count."""
         data = memoryview(value).cast("B")
         try:
             header = parse_header(data, key, max_value_bytes=self.max_value_bytes)
-            payload = data[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
-            verify(header, payload)
-            if header.raw_bytes != view.nbytes:
-                raise BadValue("length differs")
+            unseal(header, data[HEADER_BYTES : HEADER_BYTES + header.stored_bytes], view)
         except BadValue as error:
-            self._fault(str(error))
-            return Status.CORRUPT
-        view[:] = payload
+            return self._bad(error)
         return Status.HIT
 
     def _unseal_stream(
         self, key: StoreKey, read_into: Callable[[memoryview], int], length: int, view: memoryview
     ) -> Status:
-        """As `_unseal`, reading a stored value of `length` bytes with as few copies as its codec allows."""
+        """As `_unseal`, reading a stored value of `length` bytes straight into the caller's buffer where it is raw."""
         try:
             start = bytearray(HEADER_BYTES)
             _fill(read_into, memoryview(start))
             header = parse_header(start, key, max_value_bytes=self.max_value_bytes)
-            if header.raw_bytes != view.nbytes or length != HEADER_BYTES + header.stored_bytes:
+            place = landing(header, view)
+            if length != HEADER_BYTES + header.stored_bytes:
                 raise BadValue("length differs")
-            _fill(read_into, view)
-            verify(header, view)
+            _fill(read_into, place)
+            unseal(header, place, view)
         except BadValue as error:
-            self._fault(str(error))
-            return Status.CORRUPT
+            return self._bad(error)
         return Status.HIT
+
+    def _bad(self, error: BadValue) -> Status:
+        self._fault(str(error))
+        # A value whose codec is not installed here is sound, and others read it: it is not to be removed.
+        return Status.ERROR if str(error) == "codec not installed" else Status.CORRUPT
 
     def _header(self, key: StoreKey, start: ReadableBuffer) -> Header | None:
         """The header at the start of a value, if it is one of this key."""
@@ -188,6 +195,11 @@ def _fill(read_into: Callable[[memoryview], int], view: memoryview) -> None:
         if not read:
             raise BadValue("short value")
         done += read
+
+
+def present(looked_up: Sequence[Status]) -> list[Status]:
+    """What `contains` found, as a put says it: PRESENT for what is there."""
+    return [Status.PRESENT if status is Status.HIT else status for status in looked_up]
 
 
 def key_of(name: str) -> StoreKey | None:

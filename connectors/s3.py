@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from importlib import import_module
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -26,14 +27,7 @@ from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Entry, Status
 from kvtide.offload.values import HEADER_BYTES, Header
 
-from .remote import RemoteStore, key_of
-
-try:
-    import boto3
-    import botocore.config
-    import botocore.exceptions
-except ImportError:
-    boto3 = None
+from .remote import CodecName, RemoteStore, key_of
 
 LEAST_PART = 5 << 20  # of a multipart upload, by the service's rules
 _DELETED_AT_ONCE = 1000
@@ -64,6 +58,7 @@ class S3Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     multipart_bytes: Annotated[
         int | str, Meta(description="Values larger than this travel in parts of this size; at least 5MiB.")
     ] = "32MiB"
+    codec: CodecName = "raw"
     threads: Annotated[int, Meta(description="Requests at a time.", ge=1, le=256)] = 16
     timeout_seconds: Annotated[
         float, Meta(description="A connection, or a silence in an answer, that lasts longer fails.", gt=0, le=600)
@@ -78,16 +73,15 @@ class S3Connector(RemoteStore):
     name = "s3"
 
     def __init__(self, config: S3Config) -> None:
-        super().__init__()
-        if boto3 is None:
-            raise MissingExtra("S3Connector", "boto3", "s3")
+        super().__init__(config.codec)
+        self._names = _package("botocore.exceptions")
         self._bucket = config.bucket
         self._prefix = config.prefix
         self._part_bytes = parse_bytes(config.multipart_bytes)
         if self._part_bytes < LEAST_PART:
             raise ConfigError(f"multipart_bytes {config.multipart_bytes!r} must be at least 5MiB")
         self._conditional = True
-        self._errors = (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError, OSError)
+        self._errors = (self._names.BotoCoreError, self._names.ClientError, OSError)
         self._client: Any = _client(config)
         self._check_bucket(config)
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="kvtide-s3")
@@ -155,7 +149,7 @@ class S3Connector(RemoteStore):
         value = b"".join(self._seal(key, view))
         try:
             self._send(key, memoryview(value))
-        except botocore.exceptions.ClientError as error:
+        except self._names.ClientError as error:
             code = _code(error)
             if code in ("PreconditionFailed", "ConditionalRequestConflict", "412", "409"):
                 return Status.PRESENT
@@ -168,7 +162,7 @@ class S3Connector(RemoteStore):
         send = self._send_whole if value.nbytes <= self._part_bytes else self._send_parts
         try:
             send(key, value, {"IfNoneMatch": "*"} if self._conditional else {})
-        except botocore.exceptions.ClientError as error:
+        except self._names.ClientError as error:
             if not self._conditional or _code(error) not in _NOT_IMPLEMENTED:
                 raise
             self._conditional = False
@@ -254,20 +248,20 @@ class S3Connector(RemoteStore):
         try:
             return call(item)
         except self._errors as error:
-            if isinstance(error, botocore.exceptions.ClientError) and _code(error) in (
+            if isinstance(error, self._names.ClientError) and _code(error) in (
                 "NoSuchKey",
                 "404",
                 "416",
                 "InvalidRange",
             ):
                 return Status.MISS
-            if silent is not None and not isinstance(error, botocore.exceptions.ClientError):
+            if silent is not None and not isinstance(error, self._names.ClientError):
                 silent.set()
             self._fault_of(error)
             return Status.ERROR
 
     def _fault_of(self, error: Exception, count: int = 1) -> None:
-        names = botocore.exceptions
+        names = self._names
         if isinstance(error, names.ClientError):
             code = _code(error)
             kind = "credentials" if code in _DENIED else "throttled" if code in ("SlowDown", "503") else "server"
@@ -278,11 +272,11 @@ class S3Connector(RemoteStore):
         self._fault(kind, count)
 
     def _check_bucket(self, config: S3Config) -> None:
-        names = botocore.exceptions
+        names = self._names
         try:
             self._client.head_bucket(Bucket=self._bucket)
-        except names.ParamValidationError as error:
-            raise ConfigError(f"bucket {self._bucket!r} is no bucket's name: {error}") from None
+        except names.ParamValidationError:
+            raise ConfigError(f"bucket {self._bucket!r} cannot be a bucket's name") from None
         except names.NoCredentialsError:
             raise ConfigError(
                 "S3Connector finds no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
@@ -299,7 +293,8 @@ class S3Connector(RemoteStore):
 
 
 def _client(config: S3Config) -> Any:
-    settings = botocore.config.Config(
+    boto3 = _package("boto3")
+    settings = _package("botocore.config").Config(
         connect_timeout=config.timeout_seconds,
         read_timeout=config.timeout_seconds,
         retries={"total_max_attempts": 1 + config.retries, "mode": "standard"},
@@ -316,6 +311,13 @@ def _client(config: S3Config) -> Any:
         return session.client("s3", endpoint_url=config.endpoint_url, config=settings)
     except ValueError as error:
         raise ConfigError(f"endpoint_url {config.endpoint_url!r}: {error}") from None
+
+
+def _package(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError:
+        raise MissingExtra("S3Connector", "boto3", "s3") from None
 
 
 def _code(error: Any) -> str:
