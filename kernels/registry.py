@@ -48,7 +48,7 @@ class Backend(Enum):
 class Kernel:
     """One implementation: what it supports, and `load`, which imports it and returns the function to call.
 
-    `load` may raise ImportError, OSError or RuntimeError, whose text then is the reason for refusing.
+    The text of whatever `load` raises is the reason for refusing.
     """
 
     support: Support
@@ -263,7 +263,7 @@ def _judge(name: str, request: Request) -> tuple[tuple[str, ...], str | None]:
     elif not found:
         try:
             _load(kernel)
-        except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        except Exception as error:  # whatever a package does when it is imported, the others can still run
             found.append(f"it does not load: {' '.join(str(error).split())[:300]}")
     return tuple(found), kernel.support.by_name_only(request)
 

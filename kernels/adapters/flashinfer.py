@@ -2,7 +2,7 @@
 
 Pages are 32 or 64 tokens, the query has the cache's type, head counts between 64 and 128 are not tiled (padded to
 128 here), the LSE's base is chosen, and a row without keys leaves the output as it was. The backend is named, not
-left to FlashInfer: its own choice would change the table's width and the LSE's shape with it. Its FA2 and FA3 kernels
+left to FlashInfer: its own choice would take other table widths, a multiple of 128 tokens. Its FA2 and FA3 kernels
 need lengths on the host for every batch, so they are not used.
 """
 

@@ -1,8 +1,8 @@
 """What every adapter does around a foreign kernel: fit the call to it before, and undo its conventions after.
 
     before   blocks -> kernel pages (re-cut view and table)          table entries past a row's end -> entry 0
-             table width -> a multiple of what the kernel asks for   length 0 -> 1 (its result is overwritten)
              q_lens -> tokens moved to the end of their row          heads -> padded to what the kernel tiles
+             length 0 -> 1 (its result is overwritten)               scales -> folded, read on the host once
     after    each of these undone, LSE from base 2 to e, 0 and -inf for every query that sees no key
 
 Everything is a device operation on shapes that the host knows: nothing waits for the device, and all of it can be
@@ -74,16 +74,16 @@ class Frame:
         call.lse.masked_fill_(unseen, -math.inf)
 
 
-def frame(call: MlaCall, support: Support, *, pad_heads: int | None = None, table_multiple: int = 1) -> Frame | None:
+def frame(call: MlaCall, support: Support, *, pad_heads: int | None = None) -> Frame | None:
     """Fit `call` to a kernel that `support` describes; None where there is nothing to compute, and it is written.
 
-    `pad_heads`: the head count that the kernel wants. `table_multiple`: what the table's width has to be a multiple of.
+    `pad_heads`: the head count that the kernel wants.
     """
     if not call.batch or not call.q_len or not call.max_kv_len:
         call.out.zero_()
         call.lse.fill_(-math.inf)
         return None
-    cache, table = _pages(call, support, table_multiple)
+    cache, table = _pages(call, support)
     query = call.query
     if call.q_lens is not None:
         place = torch.arange(call.q_len, device=query.device) - (call.q_len - call.q_lens[:, None])
@@ -103,7 +103,7 @@ def frame(call: MlaCall, support: Support, *, pad_heads: int | None = None, tabl
     return Frame(call, query, cache, table, call.seq_lens.clamp(min=1), out, scale, value_scale)
 
 
-def _pages(call: MlaCall, support: Support, table_multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _pages(call: MlaCall, support: Support) -> tuple[torch.Tensor, torch.Tensor]:
     """The cache in kernel pages, and a table of them that is in range wherever a kernel may look."""
     cache, table = call.cache, call.block_table
     page = cache.shape[1]
@@ -120,9 +120,7 @@ def _pages(call: MlaCall, support: Support, table_multiple: int) -> tuple[torch.
         table = (table[:, :, None] * cut.scale + parts).reshape(call.batch, -1)
     used = (call.seq_lens + (page - 1)) // page
     columns = torch.arange(table.shape[1], dtype=torch.int32, device=table.device)
-    table = table.masked_fill(columns >= used[:, None], 0)
-    missing = -table.shape[1] % table_multiple
-    return cache, torch.nn.functional.pad(table, (0, missing)) if missing else table
+    return cache, table.masked_fill(columns >= used[:, None], 0)
 
 
 def _last_tokens(call: MlaCall, q_lens: torch.Tensor) -> torch.Tensor:

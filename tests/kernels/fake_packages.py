@@ -164,7 +164,7 @@ class Package:
         assert 128 % cache.shape[1] == 0
         assert cache.shape[1] != 1
         _check_strides(query, cache)
-        _check_table(a["block_tables"], a["seq_lens"], batch, cache, multiple=1)
+        _check_table(a["block_tables"], a["seq_lens"], batch, cache)
         assert a["max_seq_len"] > 0
         assert type(a["softmax_scale"]) is type(a["output_scale"]) is float
         assert a["window_left"] == -1 or a["window_left"] >= q_len - 1
@@ -191,7 +191,7 @@ class Package:
         assert width == 576
         assert a["head_dim_v"] == 512
         _check_strides(query, cache)
-        _check_table(a["block_table"], a["cache_seqlens"], batch, cache, multiple=1)
+        _check_table(a["block_table"], a["cache_seqlens"], batch, cache)
         assert a["softmax_scale"] is not None, "the default is 1 / sqrt(576)"
         assert a["causal"]
         assert not a["is_fp8_kvcache"]
@@ -216,7 +216,7 @@ class Package:
         assert heads <= 64 or heads == 128
         assert cache.shape[1] in (32, 64)
         _check_strides(query, cache)
-        _check_table(a["block_tables"], a["seq_lens"], batch, cache, multiple=1)
+        _check_table(a["block_tables"], a["seq_lens"], batch, cache)
         assert (a["backend"], a["return_lse"], a["return_lse_base"]) == ("trtllm-gen", True, "basee")
         self._zeroed(a["workspace_buffer"], 128 * 2**20)
         out = a["out"]
@@ -243,7 +243,7 @@ class Package:
         assert v.shape[2:] == (1, 512)
         _check_strides(q, k)
         _check_strides(q_v, v)
-        _check_table(a["block_table"], a["seqused_k"], batch, v, multiple=1)
+        _check_table(a["block_table"], a["seqused_k"], batch, v)
         assert a["max_seqlen_k"] == a["block_table"].shape[1] * k.shape[1]
         assert a["softmax_scale"] is not None, "the default is 1 / sqrt(64)"
         assert a["causal"]
@@ -263,7 +263,7 @@ class Package:
         assert qv.shape[-1] == v.shape[-1] == 512
         _check_strides(q, k)
         _check_strides(qv, v)
-        _check_table(a["page_table"], a["seqused_k"], q.shape[0], v, multiple=1)
+        _check_table(a["page_table"], a["seqused_k"], q.shape[0], v)
         assert a["softmax_scale"] is not None, "the default is 1 / sqrt(576)"
         assert a["causal"]
         assert a["return_lse"]
@@ -281,7 +281,7 @@ class Package:
         assert (nope.shape[2], rope.shape[2], cache.shape[1:]) == (512, 64, (128, 576))
         assert heads <= 128
         assert cache.is_contiguous(), "the kernel takes its strides from the sizes"
-        _check_table(a["page_table"], a["seq_lens"], batch, cache, multiple=1)
+        _check_table(a["page_table"], a["seq_lens"], batch, cache)
         assert (a["out"].shape, a["lse"].shape) == ((batch, 128, 512), (batch, 128))
         assert a["lse"].dtype == torch.float32
         assert a["workspace"].dtype == torch.uint8
@@ -315,14 +315,13 @@ def _check_strides(query: torch.Tensor, cache: torch.Tensor) -> None:
         assert all(stride * tensor.itemsize % 16 == 0 for stride in strides)
 
 
-def _check_table(table: torch.Tensor, seq_lens: torch.Tensor, batch: int, cache: torch.Tensor, multiple: int) -> None:
+def _check_table(table: torch.Tensor, seq_lens: torch.Tensor, batch: int, cache: torch.Tensor) -> None:
     """Types and sizes of a block table and its lengths, and every entry in range, used or not."""
     assert table.dtype == seq_lens.dtype == torch.int32
     assert table.shape[0] == seq_lens.shape[0] == batch
     assert table.is_contiguous()
     assert seq_lens.is_contiguous()
     assert table.shape[1] > 0
-    assert table.shape[1] % multiple == 0
     assert seq_lens.min() >= 1
     assert table.min() >= 0
     assert table.max() < cache.shape[0]

@@ -313,6 +313,16 @@ def test_the_cache_is_passed_as_it_lies(package: Package) -> None:
                     assert given[name].stride(0) == call.cache.stride(0)
 
 
+@every_adapter
+def test_a_table_that_is_part_of_a_wider_one(package: Package, adapter: Adapter) -> None:
+    call = make((130, 0, 64), block=block_for(adapter), layers=layers_for(adapter))
+    wide = torch.full((3, 10), BAD_ENTRY, dtype=torch.int32)
+    part = wide[:, 3 : 3 + call.block_table.shape[1]]
+    part.copy_(call.block_table)
+    lengths = torch.stack((call.seq_lens, torch.full_like(call.seq_lens, 10**6)), dim=1)[:, 0]
+    check(adapter, replace(call, block_table=part, seq_lens=lengths))
+
+
 def _machine_of(adapter: Adapter) -> Machine:
     assert adapter.support.architectures is not None
     major, minor = adapter.support.architectures[0].replace("x", "0").split(".")

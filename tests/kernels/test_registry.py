@@ -248,7 +248,7 @@ def test_nothing_can_run(packages: set[str], monkeypatch: pytest.MonkeyPatch) ->
     assert pick(capturing) == "TRITON_MLA"
 
 
-@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError, AttributeError])
+@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError, TypeError])
 def test_a_package_that_does_not_load_refuses_with_its_words(
     packages: set[str], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
