@@ -264,7 +264,9 @@ def _judge(name: str, request: Request) -> tuple[tuple[str, ...], str | None]:
         try:
             _load(kernel)
         except Exception as error:  # whatever a package does when it is imported, the others can still run
-            found.append(f"it does not load: {' '.join(str(error).split())[:300]}")
+            # What a loader wraps, such as the name of a missing library, says more than its own words.
+            words = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
+            found.append(f"it does not load: {' '.join(words.split())[:300]}")
     return tuple(found), kernel.support.by_name_only(request)
 
 
