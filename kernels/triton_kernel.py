@@ -98,6 +98,20 @@ def row_sum(x):
     return tl.reduce(x, 1, tl.standard._sum_combine)
 
 
+@DeviceFunction
+def load_rows(at, live, columns):
+    """`[at, columns]`, zero where not live: 0 times whatever lies there could be NaN."""
+    return tl.load(at[:, None] + columns[None, :], mask=live[:, None], other=0)
+
+
+@DeviceFunction
+def with_sink(log_sum, logit):
+    """The base-2 logarithm of the sum with one logit more; a sum without a key stays -inf."""
+    seen = log_sum > float("-inf")
+    high = tl.where(seen, tl.maximum(log_sum, logit), 0.0)
+    return tl.where(seen, high + tl.log2(tl.exp2(log_sum - high) + tl.exp2(logit - high)), float("-inf"))
+
+
 _CVT = tl.constexpr(
     "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }"
 )
@@ -129,3 +143,21 @@ def e4m3_to(raw, DTYPE: tl.constexpr, BYTES: tl.constexpr, INTERPRETED: tl.const
     else:
         value = raw.to(tl.float8e4nv, bitcast=True)
     return value.to(DTYPE)
+
+
+@DeviceFunction
+def to_e4m3(x):
+    """Float32 as bytes of e4m3: nearest, ties to even, saturating at 448; NaN stays NaN.
+
+    By integer arithmetic on every GPU, those without an FP8 type included: a cache write is bound by memory anyway.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    size = tl.minimum(tl.abs(x), 448.0)
+    size_bits = size.to(tl.int32, bitcast=True)
+    # Normal: drop 20 of 23 fraction bits, rebias the exponent from 127 to 7.
+    normal = ((size_bits + 0x7FFFF + ((size_bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2**-6 codes count steps of 2**-9, which is one step of float32 at 2**14.
+    small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0.015625, small, normal)
+    code = tl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80)
+    return code.to(tl.uint8)

@@ -36,7 +36,7 @@ _DOT = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl
 
 def decode(call: MlaCall) -> None:
     """Answer the call into its `out` and `lse`."""
-    device = device_of(call.query.device.type, call.query.device.index)
+    device = device_of(call.query.device)
     for launch in launches(call, choose(call, device), device):
         launch.run()
 
@@ -56,7 +56,7 @@ def launches(call: MlaCall, schedule: Schedule, device: Device) -> list[Launch]:
     tile = schedule.tile
     chunks, chunk = chunks_of(call.latent_dim)
     rows = call.heads * call.q_len
-    latent, rope, scales = _parts(call)
+    latent, rope, scales = cache_parts(call.cache, call.fmt, call.latent_dim)
     dot = _dot_dtype(call)
     grouped = call.fmt is LatentFormat.FP8_DS
     split = schedule.splits > 1 or schedule.split_keys > 0
@@ -137,17 +137,18 @@ def launches(call: MlaCall, schedule: Schedule, device: Device) -> list[Launch]:
     return [decoding, merging]
 
 
-def _parts(call: MlaCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of the cache: latents and ropes (bytes where they are FP8), and FP8_DS's scales."""
-    cache, latent_dim = call.cache, call.latent_dim
-    if call.fmt is LatentFormat.FP8_DS:
+def cache_parts(
+    cache: torch.Tensor, fmt: LatentFormat, latent_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of a latent cache: latents and ropes (bytes where they are FP8), and FP8_DS's scales."""
+    if fmt is LatentFormat.FP8_DS:
         ropes_at = latent_dim + 4 * (latent_dim // SCALE_GROUP)
         return (
             cache[..., :latent_dim],
             cache[..., ropes_at:].view(torch.bfloat16),
             cache[..., latent_dim:ropes_at].view(torch.float32),
         )
-    if call.fmt is LatentFormat.FP8:
+    if fmt is LatentFormat.FP8:
         cache = cache.view(torch.uint8)
     return cache[..., :latent_dim], cache[..., latent_dim:], cache
 

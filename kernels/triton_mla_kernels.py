@@ -21,21 +21,7 @@ a finite reference, so that -inf - -inf never happens. Offsets are int64: pools 
 
 from __future__ import annotations
 
-from .triton_kernel import DeviceFunction, TritonKernel, dot, e4m3_to, row_max, row_sum, tl
-
-
-@DeviceFunction
-def _load(at, live, columns):
-    """`[at, columns]`, zero where not live: 0 times whatever lies there could be NaN."""
-    return tl.load(at[:, None] + columns[None, :], mask=live[:, None], other=0)
-
-
-@DeviceFunction
-def _with_sink(log_sum, logit):
-    """The base-2 logarithm of the sum with one logit more; a sum without a key stays -inf."""
-    seen = log_sum > float("-inf")
-    high = tl.where(seen, tl.maximum(log_sum, logit), 0.0)
-    return tl.where(seen, high + tl.log2(tl.exp2(log_sum - high) + tl.exp2(logit - high)), float("-inf"))
+from .triton_kernel import TritonKernel, dot, e4m3_to, load_rows, row_max, row_sum, tl, with_sink
 
 
 def _decode_tile(
@@ -139,13 +125,13 @@ def _decode_tile(
         factor = factor * v_scale
     rope_mask = valid[:, None] & (ropes < ROPE)[None, :]
     qr = tl.load(query_at[:, None] + (CHUNK * CHUNKS + ropes)[None, :], mask=rope_mask, other=0)
-    q0 = _load(query_at, valid, chunk)
+    q0 = load_rows(query_at, valid, chunk)
     if CHUNKS > 1:
-        q1 = _load(query_at + CHUNK, valid, chunk)
+        q1 = load_rows(query_at + CHUNK, valid, chunk)
     if CHUNKS > 2:
-        q2 = _load(query_at + 2 * CHUNK, valid, chunk)
+        q2 = load_rows(query_at + 2 * CHUNK, valid, chunk)
     if CHUNKS > 3:
-        q3 = _load(query_at + 3 * CHUNK, valid, chunk)
+        q3 = load_rows(query_at + 3 * CHUNK, valid, chunk)
     if NORMALISE:
         largest = tl.maximum(row_max(tl.abs(q0.to(tl.float32))), row_max(tl.abs(qr.to(tl.float32))))
         if CHUNKS > 1:
@@ -207,7 +193,7 @@ def _decode_tile(
             risen = tl.maximum(sigma, tl.reduce(largest_scale, 0, tl.standard._elementwise_max))
             fall = sigma / risen
             sigma = risen
-        k0 = _load(latent_at, live, chunk)
+        k0 = load_rows(latent_at, live, chunk)
         if FP8:
             k0 = e4m3_to(k0, DOT, FP8_BYTES, INTERPRETED)
         if GROUP:
@@ -215,7 +201,7 @@ def _decode_tile(
         k0 = k0.to(DOT)
         qk = dot(q0, tl.trans(k0), tl.full((ROWS, KEYS), 0.0, tl.float32), UPCAST)
         if CHUNKS > 1:
-            k1 = _load(latent_at + CHUNK, live, chunk)
+            k1 = load_rows(latent_at + CHUNK, live, chunk)
             if FP8:
                 k1 = e4m3_to(k1, DOT, FP8_BYTES, INTERPRETED)
             if GROUP:
@@ -223,7 +209,7 @@ def _decode_tile(
             k1 = k1.to(DOT)
             qk = dot(q1, tl.trans(k1), qk, UPCAST)
         if CHUNKS > 2:
-            k2 = _load(latent_at + 2 * CHUNK, live, chunk)
+            k2 = load_rows(latent_at + 2 * CHUNK, live, chunk)
             if FP8:
                 k2 = e4m3_to(k2, DOT, FP8_BYTES, INTERPRETED)
             if GROUP:
@@ -231,7 +217,7 @@ def _decode_tile(
             k2 = k2.to(DOT)
             qk = dot(q2, tl.trans(k2), qk, UPCAST)
         if CHUNKS > 3:
-            k3 = _load(latent_at + 3 * CHUNK, live, chunk)
+            k3 = load_rows(latent_at + 3 * CHUNK, live, chunk)
             if FP8:
                 k3 = e4m3_to(k3, DOT, FP8_BYTES, INTERPRETED)
             if GROUP:
@@ -279,7 +265,7 @@ def _decode_tile(
     else:
         if HAS_SINK:
             logit = tl.load(sink + head) * 1.4426950408889634
-            whole = _with_sink(log_sum, logit)
+            whole = with_sink(log_sum, logit)
             norm = norm * tl.exp2(log_sum - tl.where(seen, whole, 0.0))
             log_sum = whole
         lse_at = lse + request * lse_b + token.to(tl.int64) * lse_t + head.to(tl.int64) * lse_h
@@ -350,7 +336,7 @@ def _merge_splits(
     norm = tl.where(seen, 1.0 / tl.where(seen, total, 1.0), 0.0)
     if HAS_SINK:
         logit = tl.load(sink + head) * 1.4426950408889634
-        whole = _with_sink(log_sum, logit)
+        whole = with_sink(log_sum, logit)
         norm = norm * tl.exp2(log_sum - tl.where(seen, whole, 0.0))
         log_sum = whole
     to = out + request * out_b + token.to(tl.int64) * out_t + head.to(tl.int64) * out_h
