@@ -146,10 +146,17 @@ def test_one_change_gives_one_reason(packages: set[str], changes: dict[str, Any]
     assert why("FLASHMLA", request(**changes)) == (reason,)
 
 
+def test_a_backend_of_several_kernels_names_all_their_architectures(packages: set[str]) -> None:
+    assert why("FLASH_ATTN_MLA", request(machine=AMPERE))[0] == (
+        "this is compute capability 8.0, it runs on 9.0, 10.x or 11.x"
+    )
+
+
 def test_cuda_graphs_batches_of_mixed_queries_and_pages_of_one_layer() -> None:
     assert reasons(Support(), request(capturing=True)) == ["cannot be captured in a CUDA graph"]
     assert reasons(Support(varlen=False), request(varlen=True)) == ["no query length per row"]
     compact = Support(pages=(128,), compact=True)
+    assert len(reasons(compact, request(token_stride=1168, block_stride=128 * 1168))) == 1
     assert reasons(compact, request(block_size=256)) == []
     assert reasons(compact, request(block_stride=2 * 128 * 1152)) == [
         "pages 294,912 bytes apart are not the 147,456 bytes of a compact cache of one layer"
@@ -189,6 +196,9 @@ def test_the_batchs_shape_changes_the_order(packages: set[str]) -> None:
     assert pick(small) == "TRITON_MLA"
     assert pick(small._replace(kv_len=8192)) == "TOKENSPEED_MLA"
     assert pick(small._replace(heads=32)) == "TOKENSPEED_MLA"
+    one_head = small._replace(heads=1, batch=8)
+    assert pick(one_head) == "TRITON_MLA"
+    assert pick(one_head._replace(kv_len=8192)) == "TOKENSPEED_MLA"  # little work, but a long context
     assert len(priority(small)) == len(set(priority(small))) == len(priority(asked))
 
 
@@ -210,6 +220,7 @@ def test_a_kernel_with_a_window_is_found(packages: set[str]) -> None:
     packages.update(ALL)
     assert pick(request(window=1024)) == "TRITON_MLA"
     assert pick(request(machine=BLACKWELL, window=1024)) == "TOKENSPEED_MLA"
+    assert why("TOKENSPEED_MLA", request(machine=BLACKWELL, window=4, q_len=4)) == ()
 
 
 def test_forcing_by_argument_and_by_environment(packages: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
