@@ -49,6 +49,7 @@ def _scatter_latent(
     slot = tl.load(slots + token).to(tl.int64)
     entry = slot // BLOCK
     position = slot - entry * BLOCK
+    # The compiler wants one type for a name that both branches assign.
     if piece < PIECES:
         columns = tl.arange(0, PIECE_TILE)
         mask = columns < tl.where(slot >= 0, PIECE, 0)
@@ -68,14 +69,14 @@ def _scatter_latent(
         else:
             tl.store(to, values.to(latent_cache.dtype.element_ty), mask=mask)
     else:
-        columns = tl.arange(0, ROPE_TILE)
-        mask = columns < tl.where(slot >= 0, ROPE, 0)
-        values = tl.load(rope + token * rope_t + columns, mask=mask, other=0)
-        to = rope_cache + entry * rope_page + position * rope_slot + columns
+        rope_columns = tl.arange(0, ROPE_TILE)
+        rope_mask = rope_columns < tl.where(slot >= 0, ROPE, 0)
+        rope_values = tl.load(rope + token * rope_t + rope_columns, mask=rope_mask, other=0)
+        rope_to = rope_cache + entry * rope_page + position * rope_slot + rope_columns
         if FP8 and not GROUP:
-            tl.store(to, to_e4m3(tl.div_rn(values.to(tl.float32), tl.load(k_scale))), mask=mask)
+            tl.store(rope_to, to_e4m3(tl.div_rn(rope_values.to(tl.float32), tl.load(k_scale))), mask=rope_mask)
         else:
-            tl.store(to, values.to(rope_cache.dtype.element_ty), mask=mask)
+            tl.store(rope_to, rope_values.to(rope_cache.dtype.element_ty), mask=rope_mask)
 
 
 def _scatter_kv(
