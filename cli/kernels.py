@@ -35,6 +35,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 @click.option("--window", type=int, help="Sliding window in tokens, the query's own included.")
 @click.option("--sink", is_flag=True, help="The model has an attention sink per head.")
 @click.option("--batch-invariant", is_flag=True, help="A row's result may not depend on the other rows.")
+@click.option("--finite-unused", is_flag=True, help="The pool holds no NaN even where no token is.")
 @click.option("--arch", metavar="9.0|cpu|…", help="Judge for this compute capability instead of this machine's.")
 @json_option
 def command(
@@ -50,6 +51,7 @@ def command(
     window: int | None,
     sink: bool,
     batch_invariant: bool,
+    finite_unused: bool,
     arch: str | None,
     as_json: bool,
 ) -> None:
@@ -109,6 +111,7 @@ def command(
         varlen=False,
         batch_invariant=batch_invariant,
         capturing=False,
+        finite_unused=finite_unused,
     )
     verdicts = registry.explain(request)
     complaint = None
@@ -189,4 +192,5 @@ def _describe(request: Request) -> dict[str, Any]:
         "window": request.window,
         "sink": request.sink,
         "batch_invariant": request.batch_invariant,
+        "finite_unused": request.finite_unused,
     }

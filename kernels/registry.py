@@ -158,10 +158,14 @@ _PREFERENCES = (
 )
 
 
-def select(call: MlaCall, backend: Backend | str | None = None) -> Decode:
-    """The function that answers `call`. `BackendUnavailable` if the named backend refuses, or if every one does."""
+def select(call: MlaCall, backend: Backend | str | None = None, *, finite_unused: bool = False) -> Decode:
+    """The function that answers `call`. `BackendUnavailable` if the named backend refuses, or if every one does.
+
+    `finite_unused` promises that the pool holds no NaN and no infinity, not even where no token is (`Request.of`); it
+    widens the choice.
+    """
     name = _named(backend)
-    request = Request.of(call)
+    request = Request.of(call, finite_unused)
     return _choose(request) if name is None else _force(request, name)
 
 

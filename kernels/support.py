@@ -50,10 +50,15 @@ class Request(NamedTuple):
     varlen: bool
     batch_invariant: bool
     capturing: bool
+    finite_unused: bool
 
     @classmethod
-    def of(cls, call: MlaCall) -> Request:
-        """What `call` asks for."""
+    def of(cls, call: MlaCall, finite_unused: bool = False) -> Request:
+        """What `call` asks for. `finite_unused`: whoever owns the pool promises that it holds no NaN and no infinity.
+
+        That is true of a pool that starts as zeros and only ever holds one type of value. Where pages move between
+        groups of different types, what one of them leaves behind can be NaN to another.
+        """
         query, cache = call.query, call.cache
         batch, q_len, heads, _ = query.shape
         entries, block_size, _ = cache.shape
@@ -78,6 +83,7 @@ class Request(NamedTuple):
             call.q_lens is not None,
             call.batch_invariant,
             query.is_cuda and torch.cuda.is_current_stream_capturing(),
+            finite_unused,
         )
 
     @property
@@ -121,9 +127,9 @@ class Support:
     `window`: "block" takes windows that are no shorter than the q_len query tokens themselves.
     `stride_alignment`: bytes that must divide the strides; `compact`: no gap between pages or tokens at all.
     `package`: the module whose presence is looked for, `distribution`: what brings it.
-    `quantizes_query`: computes an FP8 cache with an FP8 query. `reads_unused`: slots that no token fills must be
-    finite, against the contract. Neither gives the numbers that other backends give, so such a backend is used when it
-    is named and never chosen.
+    `quantizes_query`: computes an FP8 cache with an FP8 query. `reads_unused`: multiplies slots that no token fills by
+    zero, or nobody has shown that it does not, so that NaN there spoils the result. Such a backend is not chosen unless
+    it is named; one that reads unused slots also where the call promises that they are finite.
     """
 
     architectures: tuple[str, ...] | None = None
@@ -157,8 +163,8 @@ class Support:
 
     def by_name_only(self, request: Request) -> str | None:
         """Why this backend is never chosen for `request` unless it is named."""
-        if self.reads_unused:
-            return "reads slots that no token fills, so runs only when named"
+        if self.reads_unused and not request.finite_unused:
+            return "may read slots that no token fills, so runs only when named, or where these are known to be finite"
         if self.quantizes_query and request.fmt is LatentFormat.FP8:
             return "rounds the query to FP8, so runs only when named"
         return None

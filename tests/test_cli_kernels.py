@@ -83,6 +83,15 @@ def test_what_is_asked_for_decides(run: Run) -> None:
     ]
 
 
+def test_a_finite_pool_widens_the_choice(run: Run) -> None:
+    def by_name_only(*arguments: object) -> str | None:
+        backends = as_json(run("--arch", "9.0", "--json", *arguments))["backends"]
+        return str(backends["FLASH_ATTN_MLA"]["by_name_only"])
+
+    assert "only when named" in by_name_only()
+    assert by_name_only("--finite-unused") == "None"
+
+
 def test_layers_of_a_block_decide_for_a_compact_kernel(run: Run) -> None:
     def compact(layers: int) -> bool:
         value = as_json(run("--arch", "10.0", "--block-size", 128, "--layers", layers, "--json"))

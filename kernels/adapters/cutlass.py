@@ -31,6 +31,7 @@ SUPPORT = Support(
     cuda_graph=True,
     package="vllm",
     distribution="vllm",
+    reads_unused=True,
 )
 HEADS = 128
 AUTOMATIC_SPLITS = -1

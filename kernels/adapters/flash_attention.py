@@ -1,8 +1,8 @@
 """FlashAttention's MLA: version 3 on Hopper (inside vLLM's wheel only), version 4 on Blackwell (`flash-attn-4`).
 
 Both take the rope parts and the latents as separate views of the same cache, have no padding of heads, and give a
-natural LSE: version 3 as [heads, tokens], version 4 as [batch, q_len, heads]. Version 4 multiplies the unused slots of
-a row's last page by zero, so they have to be finite, which kvtide does not promise.
+natural LSE: version 3 as [heads, tokens], version 4 as [batch, q_len, heads]. Both multiply the unused slots of a
+row's last page by zero, so these have to be finite (flash-attention issues 1745, 1974 and 2374).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _HALF: dict[str, Any] = {
     "block_multiple": 16,
     "stride_alignment": 16,
     "cuda_graph": True,
+    "reads_unused": True,
 }
 SUPPORT = Support(architectures=("9.0",), batch_invariant=True, package="vllm", distribution="vllm", **_HALF)
 # Not batch invariant even with one split: the batch also decides between its kernels of one and of two blocks a tile.
@@ -35,7 +36,6 @@ SUPPORT_4 = Support(
     architectures=("10.x", "11.x"),
     package="flash_attn",
     distribution="flash-attn-4",
-    reads_unused=True,
     **_HALF,
 )
 

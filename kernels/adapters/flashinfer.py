@@ -31,6 +31,7 @@ SUPPORT = Support(
     package="flashinfer",
     distribution="flashinfer-python",
     quantizes_query=True,
+    reads_unused=True,
 )
 # What FlashInfer asks for.
 WORKSPACE = 128 * 2**20

@@ -120,7 +120,9 @@ def _pages(call: MlaCall, support: Support) -> tuple[torch.Tensor, torch.Tensor]
         table = (table[:, :, None] * cut.scale + parts).reshape(call.batch, -1)
     used = (call.seq_lens + (page - 1)) // page
     columns = torch.arange(table.shape[1], dtype=torch.int32, device=table.device)
-    return cache, table.masked_fill(columns >= used[:, None], 0)
+    table = table.masked_fill(columns >= used[:, None], 0)
+    # A window that has moved on may have left -1 in front of it.
+    return cache, table if call.window is None else table.clamp(min=0)
 
 
 def _last_tokens(call: MlaCall, q_lens: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ SUPPORT = Support(
     package="tokenspeed_mla",
     distribution="tokenspeed-mla",
     quantizes_query=True,
+    reads_unused=True,
 )
 
 

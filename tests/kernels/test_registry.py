@@ -45,6 +45,7 @@ def request(**changes: Any) -> Request:
         varlen=False,
         batch_invariant=False,
         capturing=False,
+        finite_unused=True,
     )
     return plain._replace(**changes)
 
@@ -210,10 +211,26 @@ def test_what_changes_the_numbers_runs_only_when_named(packages: set[str]) -> No
     verdicts = {verdict.name: verdict for verdict in explain(asked)}
     assert verdicts["FLASHINFER_MLA"].by_name_only == "rounds the query to FP8, so runs only when named"
     assert verdicts["TRITON_MLA"].by_name_only is None
-    packages.difference_update({"flashinfer", "tokenspeed_mla", "vllm"})
-    halves = request(machine=BLACKWELL)
-    assert pick(halves) == "TRITON_MLA"
-    assert pick(halves, "flash_attn_mla") == "FLASH_ATTN_MLA"
+
+
+def test_kernels_that_read_unused_slots_need_a_finite_pool(packages: set[str]) -> None:
+    packages.update(ALL)
+    for machine, finite, anything in (
+        (BLACKWELL, "FLASHINFER_MLA", "TRITON_MLA"),
+        (HOPPER, "FLASH_ATTN_MLA", "FLASHMLA"),
+    ):
+        assert pick(request(machine=machine)) == finite
+        assert pick(request(machine=machine, finite_unused=False)) == anything
+        assert pick(request(machine=machine, finite_unused=False), finite) == finite
+    by_name_only = {v.name: v.by_name_only for v in explain(request(finite_unused=False))}
+    assert [name for name, why in by_name_only.items() if why] == [
+        "FLASH_ATTN_MLA",
+        "FLASHINFER_MLA",
+        "TOKENSPEED_MLA",
+        "CUTLASS_MLA",
+    ]
+    assert Request.of(call(), True).finite_unused
+    assert not Request.of(call()).finite_unused
 
 
 def test_a_kernel_with_a_window_is_found(packages: set[str]) -> None:
