@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from kvtide.kernels.contract import MlaCall
-from kvtide.kernels.formats import SCALE_GROUP, LatentFormat
+from kvtide.kernels.formats import LatentFormat
+from kvtide.kernels.reference import decode, quantise
 
 LATENT, ROPE = 512, 64
 BLOCK_SIZE = 64
@@ -42,13 +44,7 @@ class Pool:
 
 def latents(shape: Sequence[int], fmt: LatentFormat, device: torch.device) -> torch.Tensor:
     """Random tokens in a format's own bytes."""
-    values = torch.randn(*shape, LATENT + ROPE, device=device, dtype=torch.bfloat16)
-    if fmt is not LatentFormat.FP8_DS:
-        return values.to(fmt.storage_dtype)
-    scales = torch.full((*shape, LATENT // SCALE_GROUP), 0.5, device=device)
-    quantised = (values[..., :LATENT] * 2).to(torch.float8_e4m3fn)
-    parts = (quantised, scales, values[..., LATENT:].contiguous())
-    return torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
+    return quantise(torch.randn(*shape, LATENT + ROPE, device=device), fmt, LATENT, ROPE)
 
 
 def make_call(
@@ -76,36 +72,25 @@ def make_call(
     )
 
 
-def real_keys(stored: torch.Tensor, fmt: LatentFormat) -> torch.Tensor:
-    """Float64 [tokens, 576] of tokens as they are stored."""
-    if fmt is not LatentFormat.FP8_DS:
-        return stored.double()
-    ropes_at = LATENT + 4 * (LATENT // SCALE_GROUP)
-    scales = stored[:, LATENT:ropes_at].contiguous().view(torch.float32).double()
-    values = stored[:, :LATENT].contiguous().view(torch.float8_e4m3fn).double()
-    rope = stored[:, ropes_at:].contiguous().view(torch.bfloat16).double()
-    return torch.cat((values * scales.repeat_interleave(SCALE_GROUP, dim=1), rope), dim=1)
-
-
 def error_of_row(call: MlaCall, row: int) -> float:
-    """How far one row of a call's results is from float64, as a share of the bounds; infinite for NaN."""
-    length = int(call.seq_lens[row])
-    blocks = call.block_table[row, : -(-length // BLOCK_SIZE)].long()
-    keys = real_keys(call.cache[blocks].reshape(-1, call.cache.shape[2])[:length], call.fmt)
-    worst = 0.0
-    for token in range(call.q_len):
-        end = length - call.q_len + token + 1
-        out, lse = call.out[row, token].double(), call.lse[row, token].double()
-        if end <= 0:
-            right = not out.any() and bool(lse.eq(-math.inf).all())
-            worst = max(worst, 0.0 if right else math.inf)
-            continue
-        scores = SCALE * (call.query[row, token].double() @ keys[:end].T)
-        expected = torch.softmax(scores, dim=-1) @ keys[:end, :LATENT]
-        out_error = float((out - expected).abs().max() / expected.abs().max()) / OUT_BOUND
-        lse_error = float((lse - torch.logsumexp(scores, dim=-1)).abs().max()) / LSE_BOUND
-        worst = max(worst, *(math.inf if math.isnan(e) else e for e in (out_error, lse_error)))
-    return worst
+    """How far one row of a call's results is from the float64 reference, as a share of the bounds; infinite for NaN."""
+    query = call.query[row : row + 1].float()
+    exact = replace(
+        call,
+        query=query,
+        block_table=call.block_table[row : row + 1],
+        seq_lens=call.seq_lens[row : row + 1],
+        out=query.new_empty((1, call.q_len, call.heads, LATENT)),
+        lse=query.new_empty((1, call.q_len, call.heads)),
+    )
+    decode(exact)
+    out, lse = call.out[row].float(), call.lse[row]
+    unseen = exact.lse[0] == -math.inf
+    if not torch.equal(lse == -math.inf, unseen) or out[unseen].any():
+        return math.inf
+    out_error = (out - exact.out[0]).abs().max() / exact.out.abs().max().clamp(min=1e-30) / OUT_BOUND
+    lse_error = (lse - exact.lse[0])[~unseen].abs() / LSE_BOUND
+    return float(torch.cat((out_error.view(1), lse_error.view(-1))).nan_to_num(nan=math.inf).max())
 
 
 def check_calls(device: torch.device) -> Iterator[MlaCall]:

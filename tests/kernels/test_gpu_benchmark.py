@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from kvtide.kernels.reference import decode
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -29,30 +30,13 @@ def gpu_mla(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def exact(call: Any) -> None:
-    """Every row in float64, by the benchmark's own pool helpers."""
-    from mla_pool import BLOCK_SIZE, LATENT, SCALE, real_keys
-
-    call.out.zero_()
-    call.lse.fill_(-math.inf)
-    for row, length in enumerate(call.seq_lens.tolist()):
-        blocks = call.block_table[row, : -(-length // BLOCK_SIZE)].long()
-        keys = real_keys(call.cache[blocks].reshape(-1, call.cache.shape[2])[:length], call.fmt)
-        for token in range(call.q_len):
-            end = length - call.q_len + token + 1
-            if end > 0:
-                scores = SCALE * (call.query[row, token].double() @ keys[:end].T)
-                call.lse[row, token] = torch.logsumexp(scores, dim=-1)
-                call.out[row, token] = torch.softmax(scores, dim=-1) @ keys[:end, :LATENT]
-
-
 def broken(call: Any) -> None:
     raise RuntimeError("no kernel image\nis available")
 
 
 def measured(gpu_mla: Any, monkeypatch: pytest.MonkeyPatch, **backends: Any) -> dict[str, Any]:
     """The figures by name, of few and small calls."""
-    monkeypatch.setattr(gpu_mla, "runnable", lambda call: backends)
+    monkeypatch.setattr(gpu_mla, "runnable", lambda call, finite_unused: backends)
     calls = [call for call in gpu_mla.check_calls(torch.device("cpu")) if call.heads * call.q_len < 40]
     monkeypatch.setattr(gpu_mla, "check_calls", lambda device: calls)
     # The clock stands still, so that a step costs the same at every length.
@@ -79,7 +63,7 @@ def test_without_a_gpu_every_figure_is_null(tmp_path: Path) -> None:
 
 
 def test_a_right_kernel_passes_and_a_failing_peer_is_a_note(gpu_mla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = measured(gpu_mla, monkeypatch, TRITON_MLA=exact, FLASHMLA=broken)
+    figures = measured(gpu_mla, monkeypatch, TRITON_MLA=decode, FLASHMLA=broken)
     assert figures["check/TRITON_MLA"].met
     assert figures["check/FLASHMLA"].met is False
     assert figures["check/FLASHMLA"].note == "RuntimeError: no kernel image is available"
@@ -98,10 +82,10 @@ def test_a_right_kernel_passes_and_a_failing_peer_is_a_note(gpu_mla: Any, monkey
 
 def test_a_wrong_kernel_is_called_wrong(gpu_mla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(call: Any) -> None:
-        exact(call)
+        decode(call)
         call.out[-1] *= 1.1
 
-    figures = measured(gpu_mla, monkeypatch, TRITON_MLA=wrong, FLASHMLA=exact)
+    figures = measured(gpu_mla, monkeypatch, TRITON_MLA=wrong, FLASHMLA=decode)
     assert figures["check/TRITON_MLA"].met is False
     assert figures["check/TRITON_MLA"].note
     assert "WRONG" in figures["rows 16 kv 512 fp8_ds_mla"].note
@@ -122,7 +106,7 @@ def test_the_floor_is_the_larger_of_bytes_and_flops(gpu_mla: Any) -> None:
 
 def test_what_does_not_fit_into_the_time_is_null(gpu_mla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_mla, "TIME_LIMIT", -1.0)
-    figures = measured(gpu_mla, monkeypatch, TRITON_MLA=exact)
+    figures = measured(gpu_mla, monkeypatch, TRITON_MLA=decode)
     assert figures["rows 16 kv 64 bfloat16"].value is None
     assert figures["rows 16 kv 64 bfloat16"].note == "out of time"
     assert figures["share_of_copy"].value is None
