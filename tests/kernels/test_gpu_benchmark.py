@@ -110,3 +110,11 @@ def test_what_does_not_fit_into_the_time_is_null(gpu_mla: Any, monkeypatch: pyte
     assert figures["rows 16 kv 64 bfloat16"].value is None
     assert figures["rows 16 kv 64 bfloat16"].note == "out of time"
     assert figures["share_of_copy"].value is None
+
+
+def test_a_wrong_peer_does_not_count(gpu_mla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = measured(gpu_mla, monkeypatch, TRITON_MLA=decode, FLASHMLA=lambda call: call.out.zero_())
+    step = figures["rows 16 kv 512 bfloat16"]
+    assert step.peer is None
+    assert "FLASHMLA is WRONG" in step.note
+    assert figures["beside_flashmla"].value is None
