@@ -4,12 +4,12 @@
     keys of a tile of rows:   [sink tiles] ........ [first tile of the window or chunk ... last visible key]
 
 Decode and extend are one kernel: many query tokens only mean more row tiles. Every mask of the hybrid layouts is here:
-causal from the bottom right, sliding window, chunks, tokens that are always visible, a logit per head that takes part in
-the softmax. Keys that no row of a tile sees are not read, so that the cost follows the window. It need not win races:
-a long context on a small batch is read by few programs.
+causal from the bottom right, sliding window, chunks, tokens that are always visible, a logit per head that takes part
+in the softmax. Keys that no row of a tile sees are not read, so that the cost follows the window. It need not win
+races: a long context on a small batch is read by few programs.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls
-# ruff: noqa: N803
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import math
 import torch
 
 from .device import machine_of
-from .triton_kernel import Launch, TritonKernel, dot, e4m3_to, row_max, row_sum, tl, with_sink
+from .triton_kernel import Launch, TritonKernel, dot, e4m3_to, round_to, row_max, row_sum, tl, with_sink
 
 # Float16 probabilities are 2**14 times as large, as in MLA decode.
 FLOAT16_SHIFT = 14
@@ -113,7 +113,8 @@ def _attend_tile(
     dims = tl.arange(0, DIM_TILE)
     value_dims = tl.arange(0, VALUE_TILE)
     query_at = query + request * query_b + token.to(tl.int64) * query_t + head * query_h
-    q = tl.load(query_at[:, None] + dims[None, :], mask=valid[:, None] & (dims < DIM)[None, :], other=0).to(DOT)
+    q = tl.load(query_at[:, None] + dims[None, :], mask=valid[:, None] & (dims < DIM)[None, :], other=0)
+    q = round_to(q, DOT, INTERPRETED)
     UNIT: tl.constexpr = 256.0 if FP8_BYTES else 1.0
     factor = score_factor
     v_factor = 1.0
@@ -147,7 +148,7 @@ def _attend_tile(
         maximum = highest
         p = tl.exp2(qk - (reference - SHIFT)[:, None])
         total = total * grown + row_sum(p)
-        acc = dot(p.to(DOT), v.to(DOT), acc * grown[:, None], UPCAST)
+        acc = dot(round_to(p, DOT, INTERPRETED), v.to(DOT), acc * grown[:, None], UPCAST)
 
     seen = total > 0
     log_sum = tl.where(seen, maximum - SHIFT + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
@@ -161,7 +162,8 @@ def _attend_tile(
     tl.store(lse_at, log_sum * 0.6931471805599453, mask=stored)
     to = out + request * out_b + token.to(tl.int64) * out_t + head * out_h
     stored_values = stored[:, None] & (value_dims < VALUE)[None, :]
-    tl.store(to[:, None] + value_dims[None, :], (acc * norm[:, None]).to(out.dtype.element_ty), mask=stored_values)
+    result = round_to(acc * norm[:, None], out.dtype.element_ty, INTERPRETED)
+    tl.store(to[:, None] + value_dims[None, :], result, mask=stored_values)
 
 
 ATTEND = TritonKernel(_attend_tile, varying=("q_len", "columns", "window", "chunk", "sink_tokens"))
@@ -185,7 +187,7 @@ def attend(
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
 ) -> None:
-    """Attention of `query` [batch, q_len, heads, dim] over caches [entries, block_size, kv_heads, dim], into `out`, `lse`.
+    """Attention of `query` [batch, q_len, heads, dim] over caches [entries, block_size, kv_heads, dim].
 
     Table, lengths, causality, empty rows and LSE as in `contract.MlaCall`. `sink` float32 [heads] is a logit without a
     value; the first `sink_tokens` keys are seen by all later queries, whatever the window or chunk.

@@ -7,10 +7,10 @@ Triton's own decorator picks one of the two when a module is imported, from an e
 side by side, so that one process can test the kernels in the interpreter and compile them for several GPUs.
 
 The interpreter differs in three ways that kernels must know: `tl.dot` of bfloat16 is wrong (kernels upcast, see
-`dot`), float32 to bfloat16 truncates, and the library's reductions are callable only as `tl.reduce`. Needs triton, and
-numpy for the interpreter.
+`dot`), float32 to bfloat16 truncates (see `round_to`), and the library's reductions are callable only as `tl.reduce`.
+Needs triton, and numpy for the interpreter.
 """
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -21,13 +21,28 @@ from typing import Any
 from kvtide.kvcache import MissingExtra
 
 try:
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
+    import triton.language as tl  # type: ignore[import-untyped]
+    from triton.runtime.interpreter import InterpretedFunction  # type: ignore[import-untyped]
+    from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 except ImportError:
     raise MissingExtra("a Triton kernel", "triton", "triton") from None
 
 import torch
+
+__all__ = [
+    "DeviceFunction",
+    "Launch",
+    "TritonKernel",
+    "dot",
+    "e4m3_to",
+    "load_rows",
+    "round_to",
+    "row_max",
+    "row_sum",
+    "tl",
+    "to_e4m3",
+    "with_sink",
+]
 
 
 class TritonKernel:
@@ -96,6 +111,15 @@ def row_max(x):
 def row_sum(x):
     """The sum along the last of two dimensions."""
     return tl.reduce(x, 1, tl.standard._sum_combine)
+
+
+@DeviceFunction
+def round_to(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):  # noqa: N803
+    """`x` as `DTYPE`, rounded to nearest, also to bfloat16 where the interpreter would truncate."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(DTYPE)
 
 
 @DeviceFunction

@@ -59,6 +59,8 @@ def launches(call: MlaCall, schedule: Schedule, device: Device) -> list[Launch]:
     latent, rope, scales = cache_parts(call.cache, call.fmt, call.latent_dim)
     dot = _dot_dtype(call)
     grouped = call.fmt is LatentFormat.FP8_DS
+    fp8 = grouped or call.fmt is LatentFormat.FP8
+    interpreted = call.query.device.type == "cpu"
     split = schedule.splits > 1 or schedule.split_keys > 0
     size = call.batch * schedule.splits * rows if split else 0
     part_out = torch.empty(size * call.latent_dim, dtype=torch.float32, device=call.out.device)
@@ -81,6 +83,7 @@ def launches(call: MlaCall, schedule: Schedule, device: Device) -> list[Launch]:
         "CHUNK": chunk,
         "CHUNKS": chunks,
         "HAS_SINK": call.sink is not None,
+        "INTERPRETED": interpreted,
     }
     decoding = Launch(
         DECODE,
@@ -116,17 +119,17 @@ def launches(call: MlaCall, schedule: Schedule, device: Device) -> list[Launch]:
             "ROWS": tile.rows,
             "KEYS": tile.keys,
             "DOT": _DOT[dot],
-            "ROPE_DOT": tl.bfloat16 if grouped and dot == torch.float16 else _DOT[dot],
+            # FP8_DS has bfloat16 ropes; a float16 query keeps its precision and takes them as float16.
+            "ROPE_DOT": _DOT[call.query.dtype if grouped and dot == torch.float16 else dot],
             "NORMALISE": dot == torch.float16 and call.query.dtype != torch.float16,
-            "FP8": call.cache.dtype in (torch.float8_e4m3fn, torch.uint8),
-            "FP8_BYTES": device.capability < 89,
+            "FP8": fp8,
+            "FP8_BYTES": fp8 and device.capability < 89,
             "GROUP": SCALE_GROUP if grouped else 0,
             "SHIFT": FLOAT16_SHIFT if dot == torch.float16 else 0,
             "HAS_Q_LENS": call.q_lens is not None,
             "HAS_WINDOW": call.window is not None,
             "SPLIT": split,
-            "INTERPRETED": call.query.device.type == "cpu",
-            "UPCAST": dot == torch.float32 or call.query.device.type == "cpu",
+            "UPCAST": dot == torch.float32 or interpreted,
         },
         tile.warps,
         tile.stages,

@@ -16,12 +16,12 @@ of whole rows. Probabilities in float16 are 2**14 times as large, or the many sm
 Numbers inside are base 2. A row without a visible key keeps a maximum of -inf, and every exponent is taken relative to
 a finite reference, so that -inf - -inf never happens. Offsets are int64: pools and queries exceed 2**31 elements.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls
-# ruff: noqa: N803
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
-from .triton_kernel import TritonKernel, dot, e4m3_to, load_rows, row_max, row_sum, tl, with_sink
+from .triton_kernel import TritonKernel, dot, e4m3_to, load_rows, round_to, row_max, row_sum, tl, with_sink
 
 
 def _decode_tile(
@@ -152,17 +152,17 @@ def _decode_tile(
             q2 = q2.to(tl.float32) * shrink
         if CHUNKS > 3:
             q3 = q3.to(tl.float32) * shrink
-    qr = qr.to(ROPE_DOT)
-    q0 = q0.to(DOT)
+    qr = round_to(qr, ROPE_DOT, INTERPRETED)
+    q0 = round_to(q0, DOT, INTERPRETED)
     acc0 = tl.full((ROWS, CHUNK), 0.0, tl.float32)
     if CHUNKS > 1:
-        q1 = q1.to(DOT)
+        q1 = round_to(q1, DOT, INTERPRETED)
         acc1 = tl.full((ROWS, CHUNK), 0.0, tl.float32)
     if CHUNKS > 2:
-        q2 = q2.to(DOT)
+        q2 = round_to(q2, DOT, INTERPRETED)
         acc2 = tl.full((ROWS, CHUNK), 0.0, tl.float32)
     if CHUNKS > 3:
-        q3 = q3.to(DOT)
+        q3 = round_to(q3, DOT, INTERPRETED)
         acc3 = tl.full((ROWS, CHUNK), 0.0, tl.float32)
 
     sigma = 1e-30
@@ -243,7 +243,7 @@ def _decode_tile(
         total = total * grown + row_sum(p)
         if GROUP:
             grown = grown * fall
-        weight = p.to(DOT)
+        weight = round_to(p, DOT, INTERPRETED)
         acc0 = dot(weight, k0, acc0 * grown[:, None], UPCAST)
         if CHUNKS > 1:
             acc1 = dot(weight, k1, acc1 * grown[:, None], UPCAST)
@@ -275,13 +275,13 @@ def _decode_tile(
     kind = to.dtype.element_ty
     if GROUP:
         norm = norm * sigma
-    tl.store(to, (acc0 * norm[:, None]).to(kind), mask=stored[:, None])
+    tl.store(to, round_to(acc0 * norm[:, None], kind, INTERPRETED), mask=stored[:, None])
     if CHUNKS > 1:
-        tl.store(to + CHUNK, (acc1 * norm[:, None]).to(kind), mask=stored[:, None])
+        tl.store(to + CHUNK, round_to(acc1 * norm[:, None], kind, INTERPRETED), mask=stored[:, None])
     if CHUNKS > 2:
-        tl.store(to + 2 * CHUNK, (acc2 * norm[:, None]).to(kind), mask=stored[:, None])
+        tl.store(to + 2 * CHUNK, round_to(acc2 * norm[:, None], kind, INTERPRETED), mask=stored[:, None])
     if CHUNKS > 3:
-        tl.store(to + 3 * CHUNK, (acc3 * norm[:, None]).to(kind), mask=stored[:, None])
+        tl.store(to + 3 * CHUNK, round_to(acc3 * norm[:, None], kind, INTERPRETED), mask=stored[:, None])
 
 
 def _merge_splits(
@@ -303,6 +303,7 @@ def _merge_splits(
     CHUNKS: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """One chunk of one query row: SPLITS parts a step, in an order that no number of further empty parts changes."""
     query_row = tl.program_id(0)
@@ -340,7 +341,7 @@ def _merge_splits(
         norm = norm * tl.exp2(log_sum - tl.where(seen, whole, 0.0))
         log_sum = whole
     to = out + request * out_b + token.to(tl.int64) * out_t + head.to(tl.int64) * out_h
-    tl.store(to + columns, (acc * norm).to(out.dtype.element_ty))
+    tl.store(to + columns, round_to(acc * norm, out.dtype.element_ty, INTERPRETED))
     if piece == 0:
         lse_at = lse + request * lse_b + token.to(tl.int64) * lse_t + head.to(tl.int64) * lse_h
         tl.store(lse_at, log_sum * 0.6931471805599453)

@@ -7,7 +7,7 @@
 Slots are int64 (or int32) and offsets int64: a pool has more than 2**31 elements. Values round to nearest, ties to
 even, and saturate at e4m3's 448. FP8_DS takes the smallest power of two as scale that saturates nothing.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 # ruff: noqa: N803
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from .formats import SCALE_GROUP, LatentFormat
-from .triton_kernel import Launch, TritonKernel, tl, to_e4m3
+from .triton_kernel import Launch, TritonKernel, round_to, tl, to_e4m3
 from .triton_mla import cache_parts
 
 
@@ -43,6 +43,7 @@ def _scatter_latent(
     ROPE_TILE: tl.constexpr,
     FP8: tl.constexpr,
     GROUP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
@@ -67,7 +68,7 @@ def _scatter_latent(
         elif FP8:
             tl.store(to, to_e4m3(tl.div_rn(values.to(tl.float32), tl.load(k_scale))), mask=mask)
         else:
-            tl.store(to, values.to(latent_cache.dtype.element_ty), mask=mask)
+            tl.store(to, round_to(values, latent_cache.dtype.element_ty, INTERPRETED), mask=mask)
     else:
         rope_columns = tl.arange(0, ROPE_TILE)
         rope_mask = rope_columns < tl.where(slot >= 0, ROPE, 0)
@@ -76,7 +77,7 @@ def _scatter_latent(
         if FP8 and not GROUP:
             tl.store(rope_to, to_e4m3(tl.div_rn(rope_values.to(tl.float32), tl.load(k_scale))), mask=rope_mask)
         else:
-            tl.store(rope_to, rope_values.to(rope_cache.dtype.element_ty), mask=rope_mask)
+            tl.store(rope_to, round_to(rope_values, rope_cache.dtype.element_ty, INTERPRETED), mask=rope_mask)
 
 
 def _scatter_kv(
@@ -93,6 +94,7 @@ def _scatter_kv(
     DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
     FP8: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -105,7 +107,7 @@ def _scatter_kv(
     if FP8:
         tl.store(to, to_e4m3(tl.div_rn(values.to(tl.float32), tl.load(scale))), mask=mask)
     else:
-        tl.store(to, values.to(cache.dtype.element_ty), mask=mask)
+        tl.store(to, round_to(values, cache.dtype.element_ty, INTERPRETED), mask=mask)
 
 
 SCATTER_LATENT = TritonKernel(_scatter_latent)
@@ -169,6 +171,7 @@ def latent_launch(
             "ROPE_TILE": _tile(rope_dim),
             "FP8": fmt in (LatentFormat.FP8, LatentFormat.FP8_DS),
             "GROUP": grouped,
+            "INTERPRETED": cache.device.type == "cpu",
         },
         warps=1,
         stages=1,
@@ -214,6 +217,7 @@ def kv_launch(source: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, sc
             "DIM": dim,
             "DIM_TILE": _tile(dim),
             "FP8": fp8,
+            "INTERPRETED": cache.device.type == "cpu",
         },
         warps=1,
         stages=1,

@@ -44,7 +44,8 @@ class Compiled:
 
     def __str__(self) -> str:
         products = {op: n for op, n in self.opcodes.items() if op in ("HMMA", "HGMMA", "UTCHMMA", "LDGSTS", "FFMA")}
-        return f"{self.registers:3d} regs {self.stack:5d} stack {self.shared:6d} smem {self.tensor_memory:3d} tmem {products}"
+        memory = f"{self.stack:5d} stack {self.shared:6d} shared {self.tensor_memory:3d} tensor"
+        return f"{self.registers:3d} registers {memory} {products}"
 
 
 def compile_for(launch: Launch, capability: int) -> Compiled:
