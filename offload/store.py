@@ -158,6 +158,9 @@ class Store(ABC):
     def touch(self, keys: Sequence[StoreKey]) -> None:  # noqa: B027  (a store without recency has nothing to do)
         """Tell the store's eviction that keys were of use although they were not read (a faster tier had them)."""
 
+    def cool(self, keys: Sequence[StoreKey]) -> None:  # noqa: B027
+        """Tell the store's eviction that little is expected of keys: they go before the others, until they are used."""
+
     def __enter__(self) -> Store:
         return self
 

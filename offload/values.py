@@ -57,8 +57,13 @@ def make_header(
 ) -> bytes:
     """The header of a payload that is about to be stored."""
     digest = xxhash.xxh3_128_digest(payload)
-    stored = memoryview(payload).nbytes
-    fields = _FIELDS.pack(MAGIC, VERSION, codec, raw_bytes, stored, generation, key, digest, 0)
+    return pack_header(Header(codec, raw_bytes, memoryview(payload).nbytes, generation, key, digest))
+
+
+def pack_header(header: Header) -> bytes:
+    """A header's bytes, for a store that has taken the payload's digest (`xxhash.xxh3_128`) piece by piece."""
+    codec, raw_bytes, stored_bytes, generation, key, digest = header
+    fields = _FIELDS.pack(MAGIC, VERSION, codec, raw_bytes, stored_bytes, generation, key, digest, 0)
     return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
 
 

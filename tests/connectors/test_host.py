@@ -1,0 +1,37 @@
+"""HostConnector: the suite of all stores, and what only a store in memory promises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.register_assert_rewrite("kvtide.offload.conformance")
+
+from kvtide.connectors.host import HostConfig, HostConnector
+from kvtide.offload.conformance import StoreConformance
+from kvtide.offload.store import Store
+from kvtide.offload.values import HEADER_BYTES
+
+
+class TestHostConformance(StoreConformance):
+    codec = "raw"
+
+    def open_store(self, place: Path) -> Store:
+        return HostConnector(HostConfig(max_bytes="32MiB", codec=self.codec))
+
+    def open_small(self, place: Path, num_bytes: int) -> Store:
+        return HostConnector(HostConfig(max_bytes=num_bytes, codec=self.codec))
+
+    def stored(self, store: Any, place: Path, key: bytes) -> bytes:
+        value = store._values[key]
+        return b"".join(store._memory[start:end].tobytes() for start, end in value.extents)[: value.num_bytes]
+
+    def overwrite(self, store: Any, place: Path, key: bytes, data: bytes) -> None:
+        value = store._values[key]
+        left = data.ljust(value.held_bytes, b"\0")
+        for start, end in value.extents:
+            store._memory[start:end] = np.frombuffer(left[: end - start], np.uint8)
+            left = left[end - start :]
