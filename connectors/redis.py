@@ -96,6 +96,7 @@ class RedisConnector(RemoteStore):
         try:
             self._evicted_before = self._server_counts()[3]
         except (self._redis.AuthenticationError, self._redis.exceptions.NoPermissionError) as error:
+            self._shut()
             raise ConfigError(
                 f"url {_shown(config.url)!r}: the server refuses the username or password: {error}"
             ) from None
@@ -186,6 +187,10 @@ class RedisConnector(RemoteStore):
 
     def _shut(self) -> None:
         if self._client is not None:
+            if self._clustered:  # whose client keeps connections of nodes that it has replaced
+                for node in (*self._client.get_nodes(), *self._client.nodes_manager.startup_nodes.values()):
+                    if node.redis_connection is not None:
+                        node.redis_connection.connection_pool.disconnect()
             self._client.close()
 
     def _names(self, keys: Sequence[StoreKey]) -> list[str]:

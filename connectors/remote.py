@@ -52,7 +52,7 @@ class RemoteStore(Store):
         return self._answer("put", keys, lambda: self._put_fitting(keys, views))
 
     def delete(self, keys: Sequence[StoreKey]) -> list[Status]:
-        return self._answer("delete", keys, lambda: self._delete(keys))
+        return self._answer("delete", keys, lambda: self._delete_once(keys))
 
     def headers(self, keys: Sequence[StoreKey]) -> list[Header | None]:
         _check_keys(keys)
@@ -99,15 +99,25 @@ class RemoteStore(Store):
         if not all(fits):
             self._fault("value too large", fits.count(False))
         wanted = [at for at, fit in enumerate(fits) if fit]
-        first = {keys[at]: at for at in reversed(wanted)}  # a key that is twice in a batch is stored once
-        places = sorted(first.values())
-        stored = self._put([keys[at] for at in places], [views[at] for at in places])
-        by_place = dict(zip(places, stored, strict=True))
+        stored = _once(
+            [keys[at] for at in wanted],
+            lambda places: self._put([keys[wanted[at]] for at in places], [views[wanted[at]] for at in places]),
+            {Status.STORED: Status.PRESENT},
+        )
         statuses = [Status.REFUSED] * len(keys)
-        for at in wanted:
-            status = by_place[first[keys[at]]]
-            statuses[at] = Status.PRESENT if status is Status.STORED and at not in by_place else status
+        for at, status in zip(wanted, stored, strict=True):
+            statuses[at] = status
         return statuses
+
+    def _delete_once(self, keys: Sequence[StoreKey]) -> list[Status]:
+        return _once(keys, lambda places: self._delete([keys[at] for at in places]), {Status.DELETED: Status.MISS})
+
+    def _without_header(self, key: StoreKey) -> Status:
+        # A header that was not read for a fault of the service must not cost a sound value: ask once more.
+        header = self.headers([key])[0]
+        if header is not None:
+            return self.get_into([key], [bytearray(header.raw_bytes)])[0]
+        return super()._without_header(key)
 
     def _seal(self, key: StoreKey, view: memoryview) -> tuple[bytes, memoryview]:
         """The header and the payload that are stored for a value: never longer than header and value."""
@@ -195,6 +205,22 @@ def _fill(read_into: Callable[[memoryview], int], view: memoryview) -> None:
         if not read:
             raise BadValue("short value")
         done += read
+
+
+def _once(
+    keys: Sequence[StoreKey], call: Callable[[Sequence[int]], list[Status]], again: dict[Status, Status]
+) -> list[Status]:
+    """`call` for the first place of every key; at its other places, what that answer means the second time."""
+    first: dict[StoreKey, int] = {}
+    for at, key in enumerate(keys):
+        first.setdefault(key, at)
+    places = list(first.values())
+    by_place = dict(zip(places, call(places) if places else [], strict=True))
+    statuses = []
+    for at, key in enumerate(keys):
+        status = by_place[first[key]]
+        statuses.append(status if at in by_place else again.get(status, status))
+    return statuses
 
 
 def present(looked_up: Sequence[Status]) -> list[Status]:

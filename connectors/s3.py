@@ -37,6 +37,7 @@ _NO_ROOM = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceede
 _DENIED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "403", "401"}
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class S3Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -122,6 +123,29 @@ class S3Connector(RemoteStore):
             self._leave()
         return given_back
 
+    @property
+    def region(self) -> str:
+        """The region that requests name."""
+        return str(self._client.meta.region_name)
+
+    def sizes(self, keys: Sequence[StoreKey]) -> list[int | Exception | None]:
+        """Bytes of each object, header included; None where there is none; an exception where it is not known."""
+        return self._found(keys, lambda key: int(self._client.head_object(**self._object(key))["ContentLength"]))
+
+    def starts(self, keys: Sequence[StoreKey]) -> list[bytes | None]:
+        """The first bytes of each object, as many as a header has; None where there is no object, or no answer."""
+
+        def start(key: StoreKey) -> bytes:
+            found = self._client.get_object(**self._object(key), Range=f"bytes=0-{HEADER_BYTES - 1}")
+            with found["Body"] as body:
+                return bytes(body.read())
+
+        return [None if isinstance(found, Exception) else found for found in self._found(keys, start)]
+
+    def object_name(self, key: StoreKey) -> str:
+        """What the object of a key is called in the bucket."""
+        return self._prefix + key.hex()
+
     def _contains(self, keys: Sequence[StoreKey]) -> list[Status]:
         return self._each(keys, self._look)
 
@@ -194,7 +218,7 @@ class S3Connector(RemoteStore):
         there = [at for at, status in enumerate(statuses) if status is Status.HIT]
         for start in range(0, len(there), _DELETED_AT_ONCE):
             part = there[start : start + _DELETED_AT_ONCE]
-            names = {self._prefix + keys[at].hex(): at for at in part}
+            names = {self.object_name(keys[at]): at for at in part}
             statuses_of_part = dict.fromkeys(part, Status.DELETED)
             try:
                 answer = self._client.delete_objects(
@@ -211,26 +235,29 @@ class S3Connector(RemoteStore):
         return statuses
 
     def _headers(self, keys: Sequence[StoreKey]) -> list[Header | None]:
-        def start(key: StoreKey) -> Header | None:
-            found = self._client.get_object(**self._object(key), Range=f"bytes=0-{HEADER_BYTES - 1}")
-            with found["Body"] as body:
-                return self._header(key, body.read())
-
-        found: list[Header | None] = [None] * len(keys)
-
-        def note(at: int) -> Status:
-            found[at] = start(keys[at])
-            return Status.HIT
-
-        self._each(range(len(keys)), note)
-        return found
+        return [
+            None if start is None else self._header(key, start)
+            for key, start in zip(keys, self.starts(keys), strict=True)
+        ]
 
     def _shut(self) -> None:
         self._pool.shutdown()
         self._client.close()
 
     def _object(self, key: StoreKey) -> dict[str, str]:
-        return {"Bucket": self._bucket, "Key": self._prefix + key.hex()}
+        return {"Bucket": self._bucket, "Key": self.object_name(key)}
+
+    def _found(self, keys: Sequence[StoreKey], ask: Callable[[StoreKey], Result]) -> list[Result | Exception | None]:
+        found: list[Result | Exception | None] = [None] * len(keys)
+
+        def note(at: int) -> Status:
+            found[at] = ask(keys[at])
+            return Status.HIT
+
+        for at, status in enumerate(self._each(range(len(keys)), note)):
+            if status is Status.ERROR:
+                found[at] = ConnectionError("no answer")
+        return found
 
     def _each(self, items: Sequence[Item], call: Callable[[Item], Status]) -> list[Status]:
         """`call`'s answer for every item, side by side; ERROR at once for what begins after one was not answered."""

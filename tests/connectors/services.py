@@ -12,11 +12,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PASSWORD = "correct-horse"
 
@@ -92,6 +94,20 @@ class Redis:
 
 
 @dataclass
+class S3:
+    """An S3-compatible server that keeps objects in memory."""
+
+    service: Service
+    endpoint: str
+
+    def client(self) -> Any:
+        """A plain client of it."""
+        import boto3
+
+        return boto3.client("s3", endpoint_url=self.endpoint, region_name="us-east-1")
+
+
+@dataclass
 class Mooncake:
     """A mooncake_master with TCP."""
 
@@ -158,8 +174,8 @@ def redis_cluster(folder: Path) -> Iterator[list[Redis]]:
 
 
 @contextmanager
-def s3_server(folder: Path) -> Iterator[tuple[Service, str]]:
-    """An S3-compatible server in memory: the service and its endpoint."""
+def s3_server(folder: Path) -> Iterator[S3]:
+    """An S3-compatible server."""
     try:
         import moto.server  # noqa: F401
     except ImportError:
@@ -168,7 +184,7 @@ def s3_server(folder: Path) -> Iterator[tuple[Service, str]]:
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     service = Service(command, lambda: listens(port), folder / "s3.log")
     try:
-        yield service, f"http://127.0.0.1:{port}"
+        yield S3(service, f"http://127.0.0.1:{port}")
     finally:
         service.kill()
 
@@ -212,3 +228,10 @@ def _certificate(folder: Path) -> None:
     server += ["-addext", "basicConstraints=critical,CA:FALSE"]
     for arguments in (ca, server):
         subprocess.run([*new, *arguments], check=True, capture_output=True)
+
+
+def after(seconds: float, call: Callable[[], None]) -> threading.Timer:
+    """Run a call on a thread of its own, later."""
+    timer = threading.Timer(seconds, call)
+    timer.start()
+    return timer
