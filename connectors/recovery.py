@@ -1,0 +1,252 @@
+"""Opening a segment store: one writer at a time, a known format, and an index that may be believed.
+
+    <path>/format-1            the version of this layout, as a name; another number is refused
+    <path>/writer.lock         locked by the writer for as long as it lives; holds its pid
+    <path>/state.json          whether the last writer closed, and the checksum of the index it left
+    <path>/index/              LMDB
+    <path>/segments/           the values
+
+The index is believed when it is what a closing writer sealed; when the writer died and the machine did not, so that
+nothing written is lost, and `lmdb.verify` finds no fault; and after the machine died too if every commit was synced.
+Otherwise it is built anew from the headers in the segments, which finds every value whose data is on the disk. LMDB
+itself is never given a file that was not checked: it maps it, and a wrong page number would end the process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import lmdb
+import lmdb.verify
+import msgspec
+import xxhash
+
+from kvtide.kvcache import ConfigError
+from kvtide.offload.keys import StoreKey
+from kvtide.offload.values import BadValue, parse_header
+
+from .files import make_private, sync_directory
+from .index import Index, Place
+from .segments import Segment, Segments
+
+FORMAT = 1
+Durability = Literal["none", "interval", "strict"]
+
+_SCAN_THREADS = 16
+_SCAN_COMMIT = 100_000
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """What the last writer left behind."""
+
+    clean: bool
+    boot: str
+    durability: Durability
+    index_bytes: int = 0
+    index_digest: str = ""
+
+
+class Recovered(NamedTuple):
+    """An index with all its entries, every slot they name claimed, and how it was come by."""
+
+    opened: Index
+    entries: list[tuple[StoreKey, Place]]
+    how: Literal["new", "sealed", "checked", "rebuilt"]
+
+
+def prepare(path: Path, *, read_only: bool) -> None:
+    """Make or check the directory; `ConfigError` unless it is a store of this format, or empty and to be written."""
+    try:
+        if not read_only:
+            make_private(path)
+        names = {entry.name for entry in os.scandir(path)}
+        formats = sorted(name for name in names if re.fullmatch(r"format-\d+", name))
+        if formats and formats != [f"format-{FORMAT}"]:
+            raise ConfigError(f"path {str(path)!r} holds a store of {formats[-1]}; this kvtide reads format-{FORMAT}")
+        if not formats and (names or read_only):
+            what = "something else than a store" if names else "no store yet"
+            raise ConfigError(f"path {str(path)!r} holds {what}; give the directory of a store, or a new one to write")
+        if not read_only:
+            (path / f"format-{FORMAT}").touch(0o600)
+            make_private(path / "segments")
+            sync_directory(path)
+    except OSError as error:
+        raise ConfigError(f"path {str(path)!r} cannot be used: {error.strerror}") from None
+
+
+def lock(path: Path) -> int:
+    """Become the store's writer; the descriptor holds the lock until it is closed, or the process dies."""
+    fd = os.open(path / "writer.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.pread(fd, 20, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(fd)
+        raise ConfigError(
+            f"path {str(path)!r} is being written by process {holder}; a store has one writer, and any number of "
+            "processes with read_only: true"
+        ) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a writer lives."""
+    try:
+        fd = os.open(path / "writer.lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def recover(path: Path, segments: Segments, durability: Durability, max_value_bytes: int) -> Recovered:
+    """The index to write to, for the holder of the lock; leaves the state marked as not closed."""
+    trust = _trust(path)
+    sync = durability == "strict"
+    shutil.rmtree(path / "index.new", ignore_errors=True)
+    for part in path.glob("state.json.*"):
+        part.unlink()
+    save_state(path, State(clean=False, boot=_boot(), durability=durability))
+    if trust is not None:
+        try:
+            index = Index(path / "index", read_only=False, sync=sync)
+            entries = _claim(index, segments)
+            if entries is not None:
+                if trust == "checked":
+                    segments.sync()
+                    index.flush()
+                return Recovered(index, entries, trust)
+            index.close()
+        except lmdb.Error:
+            pass
+    empty = not segments.by_number
+    entries = _scan(segments, max_value_bytes)
+    _write_anew(path, entries)
+    index = Index(path / "index", read_only=False, sync=sync)
+    for _, place in entries:
+        segments.by_number[place.segment].claim(place.slot)
+    return Recovered(index, entries, "new" if empty else "rebuilt")
+
+
+def is_believable(path: Path) -> bool:
+    """Whether a reader may open the index: a writer lives that has checked it, or it stands a check now."""
+    return is_locked(path) or _trust(path) is not None
+
+
+def seal(path: Path, durability: Durability) -> None:
+    """Note that the index, closed and synced, is whole."""
+    size, digest = _digest(path / "index" / "data.mdb")
+    state = State(clean=True, boot=_boot(), durability=durability, index_bytes=size, index_digest=digest)
+    save_state(path, state)
+
+
+def save_state(path: Path, state: State) -> None:
+    """Publish the state, whole."""
+    part = path / f"state.json.{os.getpid()}"
+    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.write(fd, msgspec.json.encode(state))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    part.replace(path / "state.json")
+    sync_directory(path)
+
+
+def _trust(path: Path) -> Literal["sealed", "checked"] | None:
+    data = path / "index" / "data.mdb"
+    try:
+        state = msgspec.json.decode((path / "state.json").read_bytes(), type=State)
+        if state.clean:
+            return "sealed" if (state.index_bytes, state.index_digest) == _digest(data) else None
+        if state.boot != _boot() and state.durability != "strict":
+            return None
+        return None if lmdb.verify.verify(str(data)) else "checked"  # type: ignore[no-untyped-call]
+    except (OSError, msgspec.MsgspecError, lmdb.verify.VerifyError):
+        return None
+
+
+def _claim(index: Index, segments: Segments) -> list[tuple[StoreKey, Place]] | None:
+    """Claim the slots of all entries; None if two name one slot. Entries whose segment is gone are removed."""
+    entries, lost = [], []
+    for entry in index.scan():
+        place = entry[1]
+        segment = segments.by_number.get(place.segment)
+        if segment is None:
+            lost.append(entry)
+        elif segment.claim(place.slot):
+            entries.append(entry)
+        else:
+            for segment in segments.by_number.values():
+                segment.taken[:] = bytes(segment.num_slots)
+            return None
+    index.remove(lost)
+    return entries
+
+
+def _scan(segments: Segments, max_value_bytes: int) -> list[tuple[StoreKey, Place]]:
+    """Entries for all values that the segments' headers tell of; of two with one key the younger, in key order."""
+    newest: dict[StoreKey, Place] = {}
+
+    def scan(segment: Segment) -> list[tuple[StoreKey, Place]]:
+        found = []
+        for slot, data in segments.headers(segment):
+            try:
+                header = parse_header(data, None, max_value_bytes=max_value_bytes)
+            except BadValue:
+                continue
+            if header.stored_bytes <= segment.slot_bytes - len(data):
+                found.append((header.key, Place(segment.number, slot, header.stored_bytes, header.generation)))
+        return found
+
+    with ThreadPoolExecutor(_SCAN_THREADS) as pool:
+        for found in pool.map(scan, list(segments.by_number.values())):
+            for key, place in found:
+                other = newest.get(key)
+                if other is None or other.generation < place.generation:
+                    newest[key] = place
+    return sorted(newest.items())
+
+
+def _write_anew(path: Path, entries: list[tuple[StoreKey, Place]]) -> None:
+    fresh = path / "index.new"
+    make_private(fresh)
+    index = Index(fresh, read_only=False, sync=False)
+    for at in range(0, len(entries), _SCAN_COMMIT):
+        index.add(entries[at : at + _SCAN_COMMIT])
+    index.flush()
+    index.close()
+    shutil.rmtree(path / "index", ignore_errors=True)
+    fresh.rename(path / "index")
+    sync_directory(path)
+
+
+def _digest(data: Path) -> tuple[int, str]:
+    digest = xxhash.xxh3_128()
+    size = 0
+    with data.open("rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+            size += len(part)
+    return size, digest.hexdigest()
+
+
+def _boot() -> str:
+    """Names this run of the machine; what cannot be told is never the same."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return f"unknown-{os.getpid()}-{os.urandom(8).hex()}"
