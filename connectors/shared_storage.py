@@ -1,0 +1,334 @@
+"""A store on a shared file system: one file a value, published by rename, with no index, no server and no locks.
+
+Any number of engines on any number of machines read and write it at once. It relies on what NFS gives: rename is
+atomic within a directory, and a file that was closed is there for whoever opens it afterwards. It takes no locks,
+creates files under names of its own, and believes no order of times: they only choose what goes first when room is
+needed. Where two write one key, both write the same value and the later rename stays. A value that goes while it is
+read is a miss. Damaged ones are moved aside, and removed a day later. `shared_tree` shows the files.
+
+What was acknowledged survives the death of any engine at every durability, and with `strict`, for an fsync of the file
+and one of its directory, also a loss of power (as far as the file server keeps its own promise).
+
+`max_bytes` bounds what all engines keep together. Each counts from its last look at the whole tree and what it wrote
+since, looks again after having written a sixteenth of the bound, and when it is reached removes the longest unused
+down to nine tenths: n engines that write at full speed exceed it by at most n sixteenths for a moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvtide.kvcache import ConfigError
+from kvtide.kvcache.sizes import parse_bytes
+from kvtide.offload.keys import StoreKey
+from kvtide.offload.store import Entry, Lease, Status, StoreStats
+from kvtide.offload.values import HEADER_BYTES, BadValue, Header, parse_header
+
+from .files import NO_ROOM, fault_kind, read_all, read_value
+from .leases import Holds
+from .remote import CodecName, RemoteStore
+from .shared_tree import Tree
+
+_TOUCH_S = 3600.0
+_QUARANTINE_S = 86_400.0
+_SCAN_STEP = 1000
+_LOOK_AGAIN = 1 / 16
+_LOW_WATER = 0.9
+
+
+class SharedStorageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of `SharedStorageConnector`."""
+
+    shared_storage_path: Annotated[str, Meta(description="Directory that all engines share.", min_length=1)]
+    max_bytes: Annotated[
+        int | str | None, Meta(description="Bound on what all engines keep together, such as 10TiB; none by default.")
+    ] = None
+    min_free_bytes: Annotated[
+        int | str | None, Meta(description="Values are removed, or refused, rather than leave less free than this.")
+    ] = None
+    durability: Annotated[
+        Literal["none", "strict"],
+        Meta(description="none: stored values survive engines that die; strict: also a loss of power."),
+    ] = "none"
+    part_age_s: Annotated[
+        float, Meta(description="Seconds after which an unfinished file counts as left by a dead writer.", ge=1)
+    ] = 3600.0
+    codec: CodecName = "raw"
+    read_only: Annotated[bool, Meta(description="Whether to only load.")] = False
+
+
+class SharedStorageConnector(RemoteStore):
+    """Values as files in a directory that many engines share."""
+
+    Config = SharedStorageConfig
+    name = "shared_storage"
+
+    def __init__(self, config: SharedStorageConfig) -> None:
+        super().__init__(config.codec)
+        self._config = config
+        self._capacity = None if config.max_bytes is None else _bytes("max_bytes", config.max_bytes)
+        self._floor = 0 if config.min_free_bytes is None else _bytes("min_free_bytes", config.min_free_bytes)
+        root = Path(config.shared_storage_path).expanduser()
+        try:
+            self._tree = Tree(root, read_only=config.read_only)
+            if config.read_only:
+                os.scandir(root).close()
+        except OSError as error:
+            raise ConfigError(f"shared_storage_path {str(root)!r} cannot be used: {error.strerror}") from None
+        self._holds = Holds()
+        self._lock = threading.Lock()  # guards what follows
+        self._seen: list[int] | None = None  # values and bytes in the tree, as far as this engine knows
+        self._written = 0  # bytes since the last look
+        self._making_room = threading.Lock()
+
+    def lease(self, keys: Sequence[StoreKey]) -> Lease:
+        statuses = self.contains(keys)
+        lease = self._holds.lease(keys, statuses)
+        self.touch([key for key, status in zip(keys, statuses, strict=True) if status is Status.HIT])
+        return lease
+
+    def touch(self, keys: Sequence[StoreKey]) -> None:
+        if not self._config.read_only:
+            for key in keys:
+                with contextlib.suppress(OSError):
+                    self._tree.touch(key)
+
+    def scan(self) -> Iterator[Entry]:
+        files = self._tree.walk()
+        while self._enter():
+            try:
+                found = list(islice(files, _SCAN_STEP))
+            except OSError as error:
+                self._fault(fault_kind(error))
+                return
+            finally:
+                self._leave()
+            if not found:
+                return
+            yield from (Entry(each.key, each.num_bytes) for each in found)
+
+    def stats(self) -> StoreStats:
+        try:
+            self._look(only_first=True)
+        except OSError as error:
+            self._fault(fault_kind(error))
+        stats = super().stats()
+        with self._lock:
+            stats.num_values, stats.num_bytes = self._seen or (0, 0)
+        stats.capacity_bytes = self._capacity
+        return stats
+
+    def gc(self) -> int:
+        """Remove what dead writers left and old damaged values, then what exceeds `max_bytes`; bytes given back."""
+        if self._config.read_only or not self._enter():
+            return 0
+        given_back = 0
+        try:
+            given_back = self._tree.sweep(self._config.part_age_s, _QUARANTINE_S)
+            self._look()
+            if self._capacity is not None and self._used() > self._capacity:
+                given_back += self._evict(self._used() - int(self._capacity * _LOW_WATER))
+        except OSError as error:
+            self._fault(fault_kind(error))
+        finally:
+            self._leave()
+        return given_back
+
+    def _contains(self, keys: Sequence[StoreKey]) -> list[Status]:
+        return [self._contains_one(key) for key in keys]
+
+    def _contains_one(self, key: StoreKey) -> Status:
+        try:
+            return Status.HIT if self._tree.size(key) is not None else Status.MISS
+        except OSError as error:
+            return self._failed(error)
+
+    def _get(self, keys: Sequence[StoreKey], views: Sequence[memoryview]) -> list[Status]:
+        return [self._get_one(key, view) for key, view in zip(keys, views, strict=True)]
+
+    def _get_one(self, key: StoreKey, view: memoryview) -> Status:
+        try:
+            fd = self._tree.open(key)
+            if fd is None:
+                return Status.MISS
+            try:
+                return self._read(key, view, fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            return self._failed(error)
+
+    def _read(self, key: StoreKey, view: memoryview, fd: int) -> Status:
+        found = os.fstat(fd)
+        stored_bytes = found.st_size - HEADER_BYTES
+        try:
+            read_value(lambda parts, skip: read_all(fd, parts, skip), stored_bytes, key, view, self.max_value_bytes)
+        except BadValue as error:
+            status = self._bad(error)
+            if status is Status.CORRUPT and not self._config.read_only and self._tree.set_aside(key, fd):
+                self._changed(-1, -found.st_size)
+            return status
+        if abs(time.time() - found.st_mtime) > _TOUCH_S:
+            self.touch([key])
+        return Status.HIT
+
+    def _put(self, keys: Sequence[StoreKey], views: Sequence[memoryview]) -> list[Status]:
+        if self._config.read_only:
+            return [Status.REFUSED] * len(keys)
+        return [self._put_one(key, view) for key, view in zip(keys, views, strict=True)]
+
+    def _put_one(self, key: StoreKey, view: memoryview) -> Status:
+        try:
+            if self._tree.has(key):
+                return Status.PRESENT
+            header, payload = self._seal(key, view)
+            size = len(header) + len(payload)
+            if not self._make_room(size):
+                return Status.FULL
+            try:
+                self._publish(key, header, payload)
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                self._fault(fault_kind(error))
+                if not self._evict(size):
+                    return Status.FULL
+                self._publish(key, header, payload)
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                self._fault(fault_kind(error))
+                return Status.FULL
+            return self._failed(error)
+        return Status.STORED
+
+    def _publish(self, key: StoreKey, header: bytes, payload: memoryview) -> None:
+        self._tree.publish(key, (header, payload), durable=self._config.durability == "strict")
+        size = len(header) + len(payload)
+        self._changed(1, size)
+        with self._lock:
+            self._written += size
+
+    def _delete(self, keys: Sequence[StoreKey]) -> list[Status]:
+        if self._config.read_only:
+            self._fault("read only", len(keys))
+            return [Status.ERROR] * len(keys)
+        return [self._delete_one(key) for key in keys]
+
+    def _delete_one(self, key: StoreKey) -> Status:
+        try:
+            size = self._tree.size(key)
+            if size is None or not self._tree.remove(key):
+                return Status.MISS
+        except OSError as error:
+            return self._failed(error)
+        self._changed(-1, -size)
+        return Status.DELETED
+
+    def _headers(self, keys: Sequence[StoreKey]) -> list[Header | None]:
+        return [self._header_of(key) for key in keys]
+
+    def _header_of(self, key: StoreKey) -> Header | None:
+        data = bytearray(HEADER_BYTES)
+        try:
+            fd = self._tree.open(key)
+            if fd is None:
+                return None
+            try:
+                read_all(fd, [data], 0)
+            finally:
+                os.close(fd)
+            return parse_header(data, key, max_value_bytes=self.max_value_bytes)
+        except OSError as error:
+            self._fault(fault_kind(error))
+        except BadValue:
+            pass
+        return None
+
+    def _shut(self) -> None:
+        pass
+
+    def _make_room(self, size: int) -> bool:
+        """Whether `size` more bytes fit, after removing others if that takes it. One thread at a time removes."""
+        if self._floor and self._tree.free_bytes() - size < self._floor:
+            with self._making_room:
+                short = self._floor + size - self._tree.free_bytes()
+                if short > 0:
+                    self._evict(short)
+                    if self._tree.free_bytes() - size < self._floor:
+                        return False
+        if self._capacity is None:
+            return True
+        if size > self._capacity:
+            return False
+        if self._used() + size <= self._capacity and self._written <= self._capacity * _LOOK_AGAIN:
+            return True
+        with self._making_room:
+            if self._written > self._capacity * _LOOK_AGAIN:
+                self._look()
+            over = self._used() + size - self._capacity
+            if over > 0:
+                self._evict(over + int(self._capacity * (1 - _LOW_WATER)))
+            return self._used() + size <= self._capacity
+
+    def _used(self) -> int:
+        self._look(only_first=True)
+        with self._lock:
+            assert self._seen is not None
+            return self._seen[1]
+
+    def _look(self, *, only_first: bool = False) -> None:
+        """Count what the tree holds."""
+        with self._lock:
+            if only_first and self._seen is not None:
+                return
+            self._written = 0
+        sizes = [found.num_bytes for found in self._tree.walk()]
+        with self._lock:
+            self._seen = [len(sizes), sum(sizes)]
+
+    def _changed(self, values: int, size: int) -> None:
+        with self._lock:
+            if self._seen is not None:
+                self._seen[0] += values
+                self._seen[1] += size
+
+    def _evict(self, size: int) -> int:
+        """Remove the longest unused values, `size` bytes of them if there are as many; the bytes removed."""
+        files = sorted(self._tree.walk(), key=lambda found: found.used)
+        left = [len(files), sum(found.num_bytes for found in files)]
+        removed = evicted = 0
+        for found in files:
+            if removed >= size:
+                break
+            if found.key in self._holds:
+                continue
+            # One that another engine has removed meanwhile makes room too, so that engines do not add up.
+            evicted += self._tree.remove(found.key)
+            removed += found.num_bytes
+            left = [left[0] - 1, left[1] - found.num_bytes]
+        with self._lock:
+            self._seen = left
+        with self._state:
+            self._counts.evicted += evicted
+        return removed
+
+    def _failed(self, error: OSError) -> Status:
+        self._fault(fault_kind(error))
+        return Status.ERROR
+
+
+def _bytes(key: str, value: int | str) -> int:
+    try:
+        return parse_bytes(value)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
