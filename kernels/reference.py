@@ -14,8 +14,8 @@ import torch
 from .contract import MlaCall
 from .formats import FP8_MAX, SCALE_GROUP, LatentFormat
 
-# Scales of FP8_DS do not fall below the power of two above this, however small the latent is.
-SCALE_FLOOR = 1e-4
+# A group of FP8_DS is scaled as if its largest value were at least this.
+AMAX_FLOOR = 1e-4
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -53,9 +53,9 @@ def quantise(
         return latents.to(fmt.storage_dtype)
     values, rope = latents.float().split((latent_dim, rope_dim), dim=-1)
     groups = values.unflatten(-1, (latent_dim // SCALE_GROUP, SCALE_GROUP)).clamp(-_FLOAT32_MAX, _FLOAT32_MAX)
-    scales = power_of_two_above((groups.abs().amax(dim=-1) / FP8_MAX).clamp(min=SCALE_FLOOR))
+    scales = power_of_two_above(groups.abs().amax(dim=-1).clamp(min=AMAX_FLOOR) / FP8_MAX)
     stored = to_e4m3(groups / scales[..., None]).flatten(-2)
-    return torch.cat([part.contiguous().view(torch.uint8) for part in (stored, scales, rope.bfloat16())], dim=-1)
+    return torch.cat([_packed(part).view(torch.uint8) for part in (stored, scales, rope.bfloat16())], dim=-1)
 
 
 def dequantise(
@@ -69,7 +69,7 @@ def dequantise(
         return stored.double()
     groups = latent_dim // SCALE_GROUP
     values, scales, rope = (
-        part.contiguous().view(dtype).double()
+        _packed(part).view(dtype).double()
         for part, dtype in zip(
             stored.split((latent_dim, 4 * groups, 2 * rope_dim), dim=-1),
             (torch.float8_e4m3fn, torch.float32, torch.bfloat16),
@@ -89,6 +89,11 @@ def power_of_two_above(values: torch.Tensor) -> torch.Tensor:
     """The smallest power of two that is not less than each value; float32, positive and normal."""
     # A mantissa that is not zero carries into the exponent; then the mantissa goes.
     return ((values.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
+
+
+def _packed(values: torch.Tensor) -> torch.Tensor:
+    """A compact copy: `contiguous` keeps strange strides of dimensions of size 1, which no other dtype can view."""
+    return values.clone(memory_format=torch.contiguous_format)
 
 
 def _keys(call: MlaCall, row: int, first: int, stop: int) -> torch.Tensor:

@@ -1,0 +1,260 @@
+"""MLA decode on a CPU, in torch alone: the backend `CPU`.
+
+    row's keys    |  edge  |  full  |  full  |  edge  |        parts of about 1,024 keys, cut at whole blocks
+                  ^ window's start           ^ the query tokens' own keys, the row's end
+    group         parts of any rows, some per thread: gather -> (convert) -> flash attention -> merge by LSE
+
+A group's latents fit the processor's caches: gathered there, they serve as keys and as values without a second trip to
+memory, and the buffers are kept from call to call, because fresh pages cost more than the arithmetic. *Full* parts are
+seen whole by every query token of their row; the others take a mask, and what no query sees is zeroed, since a
+probability of zero does not hide a NaN. Products run in bfloat16 (which processors with AMX do fast) where query and
+cache allow it, in float32 otherwise; sums and LSE in float32. Reads lengths as numbers, which is free on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from .contract import MlaCall
+from .formats import SCALE_GROUP, LatentFormat
+
+# Two parts a thread of this many keys were the fastest of 256 to 4,096 keys and 1 to 4 parts, in float32 and bfloat16.
+PART_KEYS = 1024
+PARTS_PER_THREAD = 2
+# The one attention kernel of torch for CPUs that returns the LSE; `scaled_dot_product_attention` runs it underneath.
+_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class _Part(NamedTuple):
+    """Keys of columns `[column, column + columns)` of a row's table."""
+
+    row: int
+    column: int
+    columns: int
+
+
+class _Span(NamedTuple):
+    """A row's query tokens, the position of the first, and its keys: `[low, stop)` is what any of them sees."""
+
+    tokens: int
+    before: int
+    low: int
+    stop: int
+
+
+class _Scratch(threading.local):
+    """Buffers that outlive the call; each thread has its own, as large as its largest group."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor, valid until the next `get` of that name."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < num_bytes:
+            buffer = self._buffers[name] = torch.empty(num_bytes, dtype=torch.uint8)
+        return buffer[:num_bytes].view(dtype).view(shape)
+
+
+_scratch = _Scratch()
+
+
+def decode(call: MlaCall) -> None:
+    """Answer the call into its `out` and `lse`."""
+    call.out.zero_()
+    call.lse.fill_(-math.inf)
+    spans = _spans(call)
+    full, edges = _cut(call, spans)
+    parts: list[_Part] = []
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
+    dtype = _product_dtype(call)
+    query = (call.query if call.query.dtype == dtype else call.query.to(dtype)).flatten(1, 2)[:, None]
+    scale, value_scale = call.scale, 1.0
+    if call.fmt is LatentFormat.FP8:
+        value_scale = float(call.k_scale)
+        scale *= value_scale
+    for group, masked in _groups(call, full, edges):
+        rows = torch.tensor([part.row for part in group])
+        columns = max(part.columns for part in group)
+        keys = _gather(call, group, rows, columns, dtype).view(len(group), 1, columns * call.block_size, -1)
+        mask, seen = _mask(call, group, spans, keys) if masked else (None, None)
+        out, lse = _flash_attention(query[rows], keys, keys, attn_mask=mask, scale=scale)
+        out, lse = out[:, 0, :, : call.latent_dim], lse[:, 0]
+        if seen is not None:
+            # Torch calls the sum over no keys 0.
+            lse = lse.masked_fill(~seen, -math.inf)
+        parts += group
+        results.append((out, lse))
+    if results:
+        _merge(call, spans, parts, results, value_scale)
+
+
+def _spans(call: MlaCall) -> list[_Span]:
+    lengths = call.seq_lens.tolist()
+    tokens = [call.q_len] * call.batch if call.q_lens is None else call.q_lens.tolist()
+    spans = []
+    for length, count in zip(lengths, tokens, strict=True):
+        before = length - count
+        low = 0 if call.window is None else max(0, before - call.window + 1)
+        spans.append(_Span(count, before, low, length if count else 0))
+    return spans
+
+
+def _cut(call: MlaCall, spans: list[_Span]) -> tuple[list[_Part], list[_Part]]:
+    """Full parts, all of the same width, and the edges."""
+    size = call.block_size
+    width = max(1, PART_KEYS // size)
+    full, edges = [], []
+    for row, span in enumerate(spans):
+        # What every query token sees: from the last one's window on, up to the first one's own key.
+        low = 0 if call.window is None else max(0, span.stop - call.window)
+        stop = -(-span.stop // size)
+        start = span.low // size
+        while start < stop:
+            end = min(start // width * width + width, stop)
+            whole = end - start == width and start * size >= low and end * size <= span.before + 1
+            (full if whole else edges).append(_Part(row, start, end - start))
+            start = end
+    return full, edges
+
+
+def _groups(call: MlaCall, full: list[_Part], edges: list[_Part]) -> Iterator[tuple[list[_Part], bool]]:
+    """Parts that are computed together, and whether they need a mask."""
+    limit = PARTS_PER_THREAD * torch.get_num_threads()
+    for first in range(0, len(full), limit):
+        yield full[first : first + limit], False
+    if call.batch_invariant:
+        # An edge is widened to the widest of its group, which changes the order in which its keys are summed up.
+        yield from (([edge], True) for edge in edges)
+        return
+    # Groups of like width, and more of them together where they are narrow.
+    edges = sorted(edges, key=lambda edge: edge.columns)
+    columns = limit * max(1, PART_KEYS // call.block_size)
+    first = 0
+    while first < len(edges):
+        count = 1
+        while first + count < len(edges) and (count + 1) * edges[first + count].columns <= columns:
+            count += 1
+        yield edges[first : first + count], True
+        first += count
+
+
+def _product_dtype(call: MlaCall) -> torch.dtype:
+    """Bfloat16 if the query is and every latent is exact in it; torch's products in float16 are slow on a CPU."""
+    exact = call.fmt in (LatentFormat.BFLOAT16, LatentFormat.FP8, LatentFormat.FP8_DS)
+    return torch.bfloat16 if call.query.dtype == torch.bfloat16 and exact else torch.float32
+
+
+def _gather(call: MlaCall, group: list[_Part], rows: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """The latents of a group, `[parts * columns, block_size, latent_dim + rope_dim]`; k_scale is not applied."""
+    places = torch.tensor([part.column for part in group])[:, None] + torch.arange(columns)
+    counts = torch.tensor([part.columns for part in group])[:, None]
+    # Columns beyond a part's own are masked later: they may be beyond the table, or hold no entry.
+    entries = call.block_table[rows[:, None], places.clamp(max=call.block_table.shape[1] - 1)]
+    entries = entries.masked_fill(torch.arange(columns) >= counts, 0).flatten()
+    size = (len(entries), call.block_size)
+    cache = call.cache if call.cache.itemsize > 1 else call.cache.view(torch.uint8)
+    stored = _scratch.get("stored", (*size, cache.shape[2]), cache.dtype)
+    torch.index_select(cache, 0, entries, out=stored)
+    if stored.dtype == dtype:
+        return stored
+    tokens = _scratch.get("tokens", (*size, call.latent_dim + call.rope_dim), dtype)
+    if call.fmt is LatentFormat.FP8:
+        _e4m3(stored, tokens)
+    elif call.fmt is LatentFormat.FP8_DS:
+        groups = call.latent_dim // SCALE_GROUP
+        values, scales, rope = stored.split((call.latent_dim, 4 * groups, 2 * call.rope_dim), dim=-1)
+        latent = _scratch.get("latent", (*size, call.latent_dim), dtype)
+        _e4m3(values, latent)
+        # Powers of two: the product is exact.
+        factors = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)[..., None].to(dtype)
+        shape = (*size, groups, SCALE_GROUP)
+        torch.mul(latent.view(shape), factors, out=tokens[..., : call.latent_dim].unflatten(-1, shape[2:]))
+        tokens[..., call.latent_dim :] = rope.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
+    else:
+        tokens.copy_(stored)
+    return tokens
+
+
+def _e4m3(stored: torch.Tensor, out: torch.Tensor) -> None:
+    """Bytes of e4m3 as the dtype of `out`, which is contiguous; by table, two bytes a look-up."""
+    count = out.numel() // 2
+    index = _scratch.get("index", (count,), torch.int32)
+    index.view(*stored.shape[:-1], -1).copy_(stored.view(torch.uint16))
+    if out.dtype == torch.bfloat16:
+        torch.index_select(_pairs(), 0, index, out=out.view(-1).view(torch.int32))
+        return
+    pairs = _scratch.get("pairs", (count,), torch.int32)
+    torch.index_select(_pairs(), 0, index, out=pairs)
+    out.copy_(pairs.view(torch.bfloat16).view(out.shape))
+
+
+@lru_cache(maxsize=1)
+def _pairs() -> torch.Tensor:
+    """Every two bytes of e4m3 as two values of bfloat16, which holds them exactly, in one int32."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
+    return every.view(torch.float8_e4m3fn).to(torch.bfloat16).view(torch.int32)
+
+
+def _mask(
+    call: MlaCall, group: list[_Part], spans: list[_Span], keys: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores' mask `[parts, 1, rows, keys]` of 0 and -inf, and which rows `[parts, rows]` see a key.
+
+    Zeroes the keys that no query token sees.
+    """
+    places = torch.tensor([part.column * call.block_size for part in group])[:, None] + torch.arange(keys.shape[2])
+    of = [spans[part.row] for part in group]
+    # Parts of one row may lie side by side in a group: each is bounded by its own last column.
+    ends = [min(s.stop, (p.column + p.columns) * call.block_size) for p, s in zip(group, of, strict=True)]
+    low, end, before = (
+        torch.tensor(numbers)[:, None] for numbers in ([s.low for s in of], ends, [s.before for s in of])
+    )
+    keys.masked_fill_(((places < low) | (places >= end))[:, None, :, None], 0)
+    positions = (before + torch.arange(call.q_len))[:, :, None]
+    places = places[:, None, :]
+    visible = (places <= positions) & (places < end[..., None])
+    if call.window is not None:
+        visible &= places > positions - call.window
+    mask = torch.zeros(visible.shape, dtype=keys.dtype).masked_fill_(~visible, -math.inf)
+    seen = visible.any(dim=-1)
+    return mask.repeat_interleave(call.heads, dim=1)[:, None], seen.repeat_interleave(call.heads, dim=1)
+
+
+def _merge(
+    call: MlaCall,
+    spans: list[_Span],
+    parts: list[_Part],
+    results: list[tuple[torch.Tensor, torch.Tensor]],
+    value_scale: float,
+) -> None:
+    """Add up the parts of each row, always in the same order; then the sink, and nothing for padding tokens."""
+    # Full parts come before edges, and edges by width: an order that the other rows of the batch must not change.
+    order = torch.tensor(sorted(range(len(parts)), key=lambda i: parts[i]))
+    rows = torch.tensor([part.row for part in parts])[order]
+    out = torch.cat([out for out, _ in results])[order].float()
+    lse = torch.cat([lse for _, lse in results])[order]
+    shape = (call.batch, lse.shape[1])
+    highest = torch.full(shape, -math.inf).scatter_reduce_(0, rows[:, None].expand_as(lse), lse, "amax")
+    weights = torch.exp(lse - highest.clamp(min=torch.finfo(torch.float32).min)[rows])
+    total = torch.zeros(shape).index_add_(0, rows, weights)
+    summed = torch.zeros((*shape, call.latent_dim)).index_add_(0, rows, out.mul_(weights[..., None]))
+    seen = total > 0
+    lse = torch.where(seen, highest + total.log(), -math.inf)
+    norm = value_scale / total
+    if call.sink is not None:
+        with_sink = torch.logaddexp(lse, call.sink.repeat(call.q_len).expand_as(lse))
+        norm *= torch.exp(lse - with_sink)
+        lse = with_sink
+    tokens = torch.tensor([span.tokens for span in spans])
+    seen = seen & (torch.arange(call.q_len) < tokens[:, None]).repeat_interleave(call.heads, dim=1)
+    summed.mul_(norm[..., None]).masked_fill_(~seen[..., None], 0)
+    call.out.copy_(summed.view(call.out.shape))
+    call.lse.copy_(lse.masked_fill(~seen, -math.inf).view(call.lse.shape))
