@@ -80,6 +80,11 @@ class Launch:
     warps: int
     stages: int
 
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Compiler options. Contraction of products and sums is asked for: Triton's default is about to change."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+
     def run(self) -> None:
         """Launch on the device of the arguments: interpreted on a CPU, enqueued on the current stream of a GPU."""
         if 0 in self.grid:
@@ -89,7 +94,7 @@ class Launch:
             self.kernel.interpreted[self.grid](**self.args)
         else:
             with torch.cuda.device(tensors[0].device):
-                self.kernel.compiled[self.grid](**self.args, num_warps=self.warps, num_stages=self.stages)
+                self.kernel.compiled[self.grid](**self.args, **self.options)
 
 
 @DeviceFunction

@@ -42,8 +42,12 @@ class Compiled:
     stack: int
     opcodes: dict[str, int]
 
+    def count(self, *parts: str) -> int:
+        """Instructions whose mnemonic has all these parts between its dots."""
+        return sum(n for name, n in self.opcodes.items() if {*parts} <= {*name.split(".")})
+
     def __str__(self) -> str:
-        products = {op: n for op, n in self.opcodes.items() if op in ("HMMA", "HGMMA", "UTCHMMA", "LDGSTS", "FFMA")}
+        products = {op: n for op in ("HMMA", "HGMMA", "UTCHMMA", "LDGSTS", "FFMA") if (n := self.count(op))}
         memory = f"{self.stack:5d} stack {self.shared:6d} shared {self.tensor_memory:3d} tensor"
         return f"{self.registers:3d} registers {memory} {products}"
 
@@ -75,7 +79,7 @@ def compile_for(launch: Launch, capability: int) -> Compiled:
     built = triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": launch.warps, "num_stages": launch.stages},
+        options=launch.options,
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
@@ -85,7 +89,7 @@ def compile_for(launch: Launch, capability: int) -> Compiled:
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
     opcodes: dict[str, int] = {}
-    for name in re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)", code, flags=re.M):
+    for name in re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9][.\w]*)", code, flags=re.M):
         opcodes[name] = opcodes.get(name, 0) + 1
     return Compiled(
         shared=built.metadata.shared,
