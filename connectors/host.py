@@ -7,8 +7,10 @@ one that is held leaves its memory to the last reader.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -31,6 +33,8 @@ from .slab import Extent, Slab, round_up
 
 # Copied, then hashed where the copy has just left it; two of them fit into a core's second-level cache.
 _PIECE = 256 << 10
+# Bytes of a batch that are worth another thread's start.
+_SHARE = 1 << 20
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -42,6 +46,9 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     eviction: Annotated[str, Meta(description=f"Which values go when it is full: {', '.join(POLICIES)}.")] = "s3fifo"
     pinned: Annotated[bool, Meta(description="Whether the memory is pinned for CUDA devices.")] = False
     codec: CodecName = "raw"
+    copy_threads: Annotated[
+        int, Meta(description="Threads that share the copying of a large batch; 1: only the caller's.", ge=1, le=64)
+    ] = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +60,9 @@ class _Value:
     held_bytes: int
     pins: int = 0
     gone: bool = False  # removed; its memory comes free with the last pin
+
+
+_Job = tuple[StoreKey, _Value | None, memoryview]
 
 
 class _Pins(Lease):
@@ -86,6 +96,8 @@ class HostConnector(RemoteStore):
         self._num_bytes = 0
         self._pinned_bytes = 0  # of values that are in `_values`
         self._evicted = 0
+        self._copy_threads = min(config.copy_threads, os.cpu_count() or 1)
+        self._copiers = ThreadPoolExecutor(self._copy_threads, thread_name_prefix="kvtide-host")
 
     def lease(self, keys: Sequence[StoreKey]) -> Lease:
         values: list[_Value] = []
@@ -133,18 +145,33 @@ class HostConnector(RemoteStore):
             for key, value in zip(keys, found, strict=True):
                 if value is not None:
                     self._policy.on_hit(key)
-        statuses = []
         try:
-            for key, value, view in zip(keys, found, views, strict=True):
-                statuses.append(Status.MISS if value is None else self._read(key, value, view))
+            return self._share(self._read, list(zip(keys, found, views, strict=True)))
         finally:
             self._unpin(pinned)
-        return statuses
 
     def _put(self, keys: Sequence[StoreKey], views: Sequence[memoryview]) -> list[Status]:
-        return [self._put_one(key, view) for key, view in zip(keys, views, strict=True)]
+        return self._share(self._write, [(key, None, view) for key, view in zip(keys, views, strict=True)])
 
-    def _put_one(self, key: StoreKey, view: memoryview) -> Status:
+    def _share(self, work: Callable[[_Job], Status], jobs: list[_Job]) -> list[Status]:
+        """`work` on every job, by several threads where that is worth it."""
+        threads = min(self._copy_threads, sum(view.nbytes for _, _, view in jobs) // _SHARE, len(jobs))
+        if threads < 2:
+            return list(map(work, jobs))
+        futures = [
+            self._copiers.submit(lambda part: list(map(work, part)), jobs[at::threads]) for at in range(1, threads)
+        ]
+        statuses = [Status.ERROR] * len(jobs)
+        try:
+            statuses[::threads] = map(work, jobs[::threads])
+        finally:
+            wait(futures)
+        for at, future in enumerate(futures, 1):
+            statuses[at::threads] = future.result()
+        return statuses
+
+    def _write(self, job: _Job) -> Status:
+        key, _, view = job
         with self._lock:
             if key in self._values:
                 return Status.PRESENT
@@ -188,12 +215,16 @@ class HostConnector(RemoteStore):
         return [None if start is None else self._header(key, start) for key, start in zip(keys, starts, strict=True)]
 
     def _shut(self) -> None:
+        self._copiers.shutdown()
         with self._lock:
             self._values.clear()
             self._num_bytes = 0
             self._memory = self._slab.memory = np.empty(0, np.uint8)
 
-    def _read(self, key: StoreKey, value: _Value, view: memoryview) -> Status:
+    def _read(self, job: _Job) -> Status:
+        key, value, view = job
+        if value is None:
+            return Status.MISS
         try:
             header = parse_header(self._start(value), key, max_value_bytes=self.max_value_bytes)
             if header.raw_bytes != view.nbytes or HEADER_BYTES + header.stored_bytes != value.num_bytes:
