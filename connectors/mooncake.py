@@ -32,8 +32,10 @@ from kvtide.offload.values import HEADER_BYTES, Header
 from .lanes import Lane, Lanes, aligned, parts
 from .remote import CodecName, RemoteStore, key_of, present
 
-_NO_SPACE, _INVALID, _NOT_FOUND, _EXISTS, _HELD, _LEASE_EXPIRED = -200, -600, -704, -705, -706, -707
-_FAULTS = {_NO_SPACE: "no space", _HELD: "held", _LEASE_EXPIRED: "lease expired", -801: "checksum", -900: "connection"}
+# The library's codes.
+_NO_SPACE, _INVALID, _NOT_READY, _NOT_FOUND, _EXISTS, _LEASE_EXPIRED = -200, -600, -703, -704, -705, -707
+_QUOTA = -1700
+_FAULTS = {-706: "held", -800: "transfer", -801: "checksum", -900: "connection", -901: "timeout"}
 _BATCH_KEYS = 1024
 
 Result = TypeVar("Result")
@@ -107,6 +109,7 @@ class MooncakeConnector(RemoteStore):
             if store.register_buffer(lane.address, lane_bytes):
                 self._shut()
                 raise ConfigError(f"lane_bytes {config.lane_bytes!r}: the memory cannot be registered")
+        self.stats()  # evictions count from here on
 
     def scan(self) -> Iterator[Entry]:
         if not self._enter():
@@ -187,7 +190,7 @@ class MooncakeConnector(RemoteStore):
                     self._fault("lease expired")
                     statuses[at] = Status.MISS
                 else:
-                    statuses[at] = self._status(code, {_NOT_FOUND: Status.MISS})
+                    statuses[at] = self._status(code, {_NOT_FOUND: Status.MISS, _NOT_READY: Status.MISS})
             left = expired
             if not left:
                 return
@@ -214,7 +217,7 @@ class MooncakeConnector(RemoteStore):
             except TimeoutError as error:
                 self._fault_of(error, statuses.count(Status.ERROR))
                 break
-            meanings = {0: Status.STORED, _EXISTS: Status.PRESENT, _NO_SPACE: Status.FULL}
+            meanings = {0: Status.STORED, _EXISTS: Status.PRESENT, _NO_SPACE: Status.FULL, _QUOTA: Status.REFUSED}
             for (number, _), code in zip(part, codes, strict=True):
                 statuses[absent[number]] = self._status(code, meanings)
         return statuses
@@ -222,7 +225,8 @@ class MooncakeConnector(RemoteStore):
     def _delete(self, keys: Sequence[StoreKey]) -> list[Status]:
         names = self._names(keys)
         codes = self._codes(len(keys), partial(self._store.batch_remove, names, True))
-        return [self._status(code, {0: Status.DELETED, _NOT_FOUND: Status.MISS}) for code in codes]
+        meanings = {0: Status.DELETED, _NOT_FOUND: Status.MISS, _NOT_READY: Status.MISS}  # being written: not there yet
+        return [self._status(code, meanings) for code in codes]
 
     def _headers(self, keys: Sequence[StoreKey]) -> list[Header | None]:
         each = aligned(HEADER_BYTES)

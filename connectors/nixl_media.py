@@ -233,9 +233,14 @@ class Objects:
                     pieces[at] = self._piece(at, value._replace(num_bytes=size))
                 else:
                     answers[at] = BadValue("length differs")
-        for at, error in zip(pieces, agent.move("READ", list(pieces.values())), strict=True):
-            if error is not None:
-                answers[at] = error
+        failed = {
+            at: error
+            for at, error in zip(pieces, agent.move("READ", list(pieces.values())), strict=True)
+            if error is not None
+        }
+        # NIXL does not say that an object went meanwhile.
+        for at, size in zip(failed, self.sizes([values[at].key for at in failed]), strict=True):
+            answers[at] = failed[at] if isinstance(size, int) else size
         return answers
 
     def write(self, agent: Agent, values: Sequence[Moved]) -> Sequence[Exception | None]:

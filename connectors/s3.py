@@ -32,6 +32,7 @@ from .remote import CodecName, RemoteStore, key_of
 LEAST_PART = 5 << 20  # of a multipart upload, by the service's rules
 _DELETED_AT_ONCE = 1000
 _ABANDONED = timedelta(hours=24)  # no upload of a value takes this long
+_ABSENT = {"NoSuchKey", "404", "InvalidRange", "416"}  # the last two: a range of an object of no bytes
 _NOT_IMPLEMENTED = {"NotImplemented", "501"}
 _NO_ROOM = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "507"}
 _DENIED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "403", "401"}
@@ -168,7 +169,12 @@ class S3Connector(RemoteStore):
 
     def _write(self, key: StoreKey, view: memoryview) -> Status:
         # Asking first spares sending what is there, and serves where If-None-Match does not.
-        if self._outcome(self._look, key) is Status.HIT:
+        try:
+            self._look(key)
+        except self._names.ClientError as error:
+            if _code(error) not in _ABSENT:
+                raise
+        else:
             return Status.PRESENT
         value = b"".join(self._seal(key, view))
         try:
@@ -271,18 +277,14 @@ class S3Connector(RemoteStore):
 
         return list(self._pool.map(answer, items))
 
-    def _outcome(self, call: Callable[[Item], Status], item: Item, silent: threading.Event | None = None) -> Status:
+    def _outcome(self, call: Callable[[Item], Status], item: Item, silent: threading.Event) -> Status:
         try:
             return call(item)
         except self._errors as error:
-            if isinstance(error, self._names.ClientError) and _code(error) in (
-                "NoSuchKey",
-                "404",
-                "416",
-                "InvalidRange",
-            ):
+            answered = isinstance(error, self._names.ClientError)
+            if answered and _code(error) in _ABSENT:
                 return Status.MISS
-            if silent is not None and not isinstance(error, self._names.ClientError):
+            if not answered:
                 silent.set()
             self._fault_of(error)
             return Status.ERROR

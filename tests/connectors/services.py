@@ -169,7 +169,7 @@ def redis_cluster(folder: Path) -> Iterator[list[Redis]]:
             client.execute_command("CLUSTER ADDSLOTSRANGE", first, last)
             client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
             client.execute_command("CLUSTER MEET", "127.0.0.1", nodes[0].port)
-        _wait_for(lambda: all(client.cluster("info")["cluster_state"] == "ok" for client in clients))
+        wait_for(lambda: all(client.cluster("info")["cluster_state"] == "ok" for client in clients))
         yield nodes
 
 
@@ -210,7 +210,8 @@ def _program(name: str) -> str:
     return found
 
 
-def _wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+    """Ask until it is so."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
