@@ -18,6 +18,7 @@ from kvtide.kvcache.specs import Int64Array
 
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from .groups import ManagedGroup
+from .hashing import KeyChain
 from .hits import Hit, find_hit
 from .pool import CLASS_NORMAL, CLASS_SCRAP, PagePool
 from .prefix_index import PrefixIndex
@@ -57,11 +58,11 @@ class PrefixCache:
         self._pins: dict[int, tuple[Int64Array, str]] = {}
         self._next_pin = 0
 
-    def find(self, keys: Sequence[bytes], max_tokens: int) -> Hit:
+    def find(self, chain: KeyChain, max_tokens: int) -> Hit:
         """The longest hit of at most `max_tokens` under these keys; its blocks are referenced at once."""
         if not self.enabled:
             return Hit(0, {}, ())
-        hit = find_hit(self._groups, self.index, keys, max_tokens, self._drop_last)
+        hit = find_hit(self._groups, self.index, chain, max_tokens, self._drop_last)
         if hit.num_tokens:
             # All groups pin before anything else is taken, so that no group's growth evicts another's hit.
             self._pool.acquire(hit.all_ids())
@@ -75,12 +76,13 @@ class PrefixCache:
         for group in self._groups:
             if group.is_state or group.is_cross:
                 continue
-            which, columns, ids = group.blocks_of_keys(fresh.rows, fresh.numbers)
-            put = self.index.insert(group.number, nodes[which], columns, ids)
+            which, cells = group.cells_of_keys(fresh.rows, fresh.numbers)
+            put = self.index.insert(group.number, nodes[which], cells)
             self._pool.set_cached(put)
             self._announce(group, fresh, nodes, put)
         # A node can stay empty: a state-only model, or tokens that never had a block.
         self.index.forget_empty(nodes)
+        self.index.join_spans(fresh.rows, fresh.numbers, nodes)
 
     def has_states(self, key: bytes, states: Sequence[ManagedGroup]) -> bool:
         """Whether every one of the groups has a checkpoint under the key."""
@@ -95,7 +97,7 @@ class PrefixCache:
         added = []
         for group in states:
             ids = taken[group.number]
-            put = self.index.insert(group.number, nodes.repeat(len(ids)), np.arange(len(ids)), ids)
+            put = self.index.insert(group.number, nodes, ids[None, :])
             self._pool.set_cached(put)
             if len(put):
                 added.append(group)
@@ -111,16 +113,15 @@ class PrefixCache:
 
     def release_dead(self, ids: Int64Array, classes: npt.NDArray[np.uint8], salts: Sequence[str]) -> None:
         """Drop references of blocks of several rows, which may hold one and the same block; one salt per block."""
-        rest = np.arange(len(ids))
+        rest, rest_classes = ids, classes
         # A block that two rows hold has two references.
-        while len(rest) and self._pool.refs[ids[rest]].max() > 1:
-            _, once = np.unique(ids[rest], return_index=True)
+        while len(rest) and self._pool.refs[rest].max() > 1:
+            _, once = np.unique(rest, return_index=True)
             once.sort()
-            first = rest[once]
-            self._pool.release(ids[first], self._adjusted(ids[first], classes[first]))
-            rest = np.delete(rest, once)
+            self._pool.release(rest[once], self._adjusted(rest[once], rest_classes[once]))
+            rest, rest_classes = np.delete(rest, once), np.delete(rest_classes, once)
         if len(rest):
-            self._pool.release(ids[rest], self._adjusted(ids[rest], classes[rest]))
+            self._pool.release(rest, self._adjusted(rest, rest_classes))
         if self.quotas:
             for salt in set(salts):
                 self._drop(self.quotas.overrun(salt, _unique(ids[[other == salt for other in salts]])))
@@ -155,18 +156,18 @@ class PrefixCache:
         _, first = np.unique(nodes, return_index=True)
         for i in np.sort(first[whole[first]]).tolist():
             row, number = int(fresh.rows[i]), int(fresh.numbers[i])
-            parent = self._sequences.keys(row)[number - 1] if number else None
+            parent = self._sequences.chain(row).between(number - 1, number)[0] if number else None
             ids = self._sequences.token_ids(row, number)
             self._events.append(BlockStored(fresh.keys[i], parent, ids, group.name))
 
     # -- what its users steer -----------------------------------------------------------------------------------------
 
-    def pin(self, keys: Sequence[bytes], max_tokens: int, salt: str) -> Pin:
+    def pin(self, chain: KeyChain, max_tokens: int, salt: str) -> Pin:
         """Hold the longest cached prefix of a salt, so that it cannot be evicted until `unpin`."""
-        hit = self.find(keys, max_tokens)
+        hit = self.find(chain, max_tokens)
         pin = Pin(self._next_pin, hit.num_tokens)
         self._next_pin += 1
-        self._pins[pin.number] = (hit.all_ids(), salt)
+        self._pins[pin.number] = (hit.tail_first(), salt)
         return pin
 
     def unpin(self, pin: Pin) -> None:

@@ -90,9 +90,9 @@ class ManagedGroup:
         """
         table = self.table
         none = np.zeros_like(rows)
-        if self.is_state:
-            return Growth(none, none, np.where(table.end[rows] == 0, 1 + lookahead, 0))
         end = table.end[rows]
+        if self.is_state:
+            return Growth(none, none, np.where(end == 0, 1 + lookahead, 0))
         target = np.maximum(ceil_div(upper, self.fmt.block_size), end)
         sinks = none
         if table.sink_blocks:
@@ -113,10 +113,9 @@ class ManagedGroup:
             ids = ids[:, split:]
         if growth.gaps.any():
             self.table.skip(rows, growth.gaps)
-        if not ids.shape[1]:
-            return
-        growing = np.flatnonzero(growth.counts)
-        self.table.append(rows[growing], growth.counts[growing], ids)
+        if ids.shape[1]:
+            grows = growth.counts > 0
+            self.table.append(rows[grows], growth.counts[grows], ids)
 
     def slots(self, rows: Int64Array, positions: Int64Array) -> Int64Array:
         """Slot `entry * block_size + offset` of each token, `[tables, n]`; -1 where the token has no block."""
@@ -126,38 +125,24 @@ class ManagedGroup:
         entries = self.table.entries[:, rows, columns].astype(np.int64)
         return np.where(in_row & (entries != NO_BLOCK), entries * self.fmt.block_size + offsets, NO_BLOCK)
 
-    def blocks_of_keys(self, rows: Int64Array, keys: Int64Array) -> tuple[npt.NDArray[np.intp], Int64Array, Int64Array]:
-        """Blocks that the rows hold and that end inside the base blocks `keys[i]` of `rows[i]`.
+    def cells_of_keys(self, rows: Int64Array, keys: Int64Array) -> tuple[npt.NDArray[np.intp], Int64Array]:
+        """The blocks that the rows hold and that end inside the base blocks `keys[i]` of `rows[i]`.
 
-        Returns index into `rows`, cell column, and block id of each.
+        Returns index into `rows` of the keys at which a block can end, and for each the ids `[n, cells_per_key]`, -1
+        where the row holds none.
         """
-        table, tables = self.table, self.fmt.tables
-        if self.keys_per_block > 1:
-            which = np.flatnonzero((keys + 1) % self.keys_per_block == 0)
-            logical = (keys[which] + 1) // self.keys_per_block - 1
-            part = np.zeros_like(logical)
-        elif self.blocks_per_key == 1:
-            which = np.arange(len(keys))
-            part = np.zeros_like(keys)
-            logical = keys
-        else:
-            per_key = self.blocks_per_key
-            which = np.repeat(np.arange(len(keys)), per_key)
-            part = np.tile(np.arange(per_key), len(keys))
-            logical = keys[which] * per_key + part
-        owners = rows[which]
+        table, size = self.table, self.keys_per_block
+        which = np.arange(len(keys)) if size == 1 else np.flatnonzero((keys + 1) % size == 0)
+        last = (keys[which] + 1) * self.blocks_per_key // size
+        logical = last[:, None] - np.arange(self.blocks_per_key, 0, -1)
+        owners = rows[which][:, None]
+        shape = (len(which), self.cells_per_key)
+        if not self.is_bounded:
+            return which, table.to_ids(table.entries[:, owners, logical].transpose(1, 2, 0).reshape(shape))
         in_row = (logical >= table.first[owners]) | (logical < table.sink_blocks)
-        if not in_row.all():
-            which, part, owners, logical = which[in_row], part[in_row], owners[in_row], logical[in_row]
-        entries = table.entries[:, owners, table.columns(owners, logical)]
-        taken = entries[0] != NO_BLOCK
-        if not taken.all():
-            which, part, entries = which[taken], part[taken], entries[:, taken]
-        ids = table.to_ids(entries).ravel()
-        if tables == 1:
-            return which, part, ids
-        columns = part[None, :] * tables + np.arange(tables)[:, None]
-        return np.concatenate([which] * tables), columns.ravel(), ids
+        columns = np.where(in_row, table.columns(owners, logical), 0)
+        entries = np.where(in_row, table.entries[:, owners, columns], NO_BLOCK).transpose(1, 2, 0).reshape(shape)
+        return which, np.where(entries == NO_BLOCK, NO_BLOCK, table.to_ids(entries))
 
     def check(self, row: int, committed: int, owners: npt.NDArray[np.int8], stride: int) -> None:
         """A running row holds blocks of this group alone, from the first that its next query can reach."""

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvtide.kvcache.specs import Int64Array
 
 from .groups import ManagedGroup
+from .hashing import KeyChain
 from .prefix_index import PrefixIndex
 
 
@@ -44,18 +45,20 @@ class Hit(NamedTuple):
     junction: int = 0
 
     def all_ids(self) -> Int64Array:
-        """Ids of all blocks of the hit, its tail before its head, in one order over all groups."""
+        """Ids of all blocks of the hit."""
+        return np.concatenate([np.empty(0, dtype=np.int64), *(part.ids.T.ravel() for part in self.blocks.values())])
+
+    def tail_first(self) -> Int64Array:
+        """The same, its tail before its head, in one order over all groups."""
         if not self.blocks:
-            return np.empty(0, dtype=np.int64)
-        parts = self.blocks.values()
-        ends = np.concatenate([np.repeat(part.tokens, part.ids.shape[0]) for part in parts])
-        ids = np.concatenate([part.ids.T.ravel() for part in parts])
-        ordered: Int64Array = ids[np.argsort(-ends, kind="stable")]
+            return self.all_ids()
+        ends = np.concatenate([np.repeat(part.tokens, part.ids.shape[0]) for part in self.blocks.values()])
+        ordered: Int64Array = self.all_ids()[np.argsort(-ends, kind="stable")]
         return ordered
 
 
 def find_hit(
-    groups: Sequence[ManagedGroup], index: PrefixIndex, keys: Sequence[bytes], max_tokens: int, drop_last: bool
+    groups: Sequence[ManagedGroup], index: PrefixIndex, chain: KeyChain, max_tokens: int, drop_last: bool
 ) -> Hit:
     """The longest hit of at most `max_tokens`.
 
@@ -63,13 +66,15 @@ def find_hit(
     """
     cacheable = [group for group in groups if group.cells_per_key]
     base = cacheable[0].base if cacheable else 1
-    keys = keys[: max_tokens // base]
-    if not keys:
+    keeping = [group for group in cacheable if not (group.is_bounded or group.is_state)]
+    # The smallest block of the groups that keep everything is the base, so without one key they serve nothing more.
+    most = max_tokens // base
+    nodes = index.find_run(chain, most) if keeping else index.find(chain.between(0, most))
+    if not len(nodes):
         return Hit(0, {}, ())
-    nodes = index.find(keys)
     if nodes.max() < 0:
         return Hit(0, {}, tuple(group.name for group in cacheable))
-    lengths = np.arange(1, len(keys) + 1) * base
+    lengths = np.arange(1, len(nodes) + 1) * base
     ids = {group.number: _ids_by_block(group, index, nodes) for group in cacheable}
     serves = {group.number: _servable(group, ids[group.number], lengths) for group in cacheable}
     common = np.logical_and.reduce(list(serves.values()))
@@ -77,10 +82,9 @@ def find_hit(
     if drop_last:
         agreed = agreed[:-1]
     best = int(agreed[-1]) if len(agreed) else -1
-    keeping = [serves[group.number] for group in cacheable if not (group.is_bounded or group.is_state)]
-    whole = np.flatnonzero(np.logical_and.reduce(keeping)) if keeping else agreed
+    whole = np.flatnonzero(np.logical_and.reduce([serves[group.number] for group in keeping])) if keeping else agreed
     junction = int(lengths[whole[-1]]) if len(whole) else 0
-    beyond = min(best + 1, len(keys) - 1)
+    beyond = min(best + 1, len(nodes) - 1)
     limited = tuple(group.name for group in cacheable if not serves[group.number][beyond])
     if best < 0:
         return Hit(0, {}, limited, junction)
@@ -97,16 +101,19 @@ def _ids_by_block(group: ManagedGroup, index: PrefixIndex, nodes: Int64Array) ->
 
 
 def _servable(group: ManagedGroup, ids: Int64Array, lengths: Int64Array) -> npt.NDArray[np.bool_]:
-    present: npt.NDArray[np.bool_] = np.logical_and.reduce(ids >= 0, axis=1)
     if group.is_state:
+        present: npt.NDArray[np.bool_] = np.logical_and.reduce(ids >= 0, axis=1)
         return present
-    size = group.fmt.block_size
-    missing = np.concatenate([[0], np.cumsum(~present)])
+    size, tables = group.fmt.block_size, group.fmt.tables
+    complete: npt.NDArray[np.bool_] = lengths % size == 0
+    if ids.min(initial=0) >= 0:
+        return complete
+    missing = np.zeros(len(ids) + 1, dtype=np.int64)
+    missing[1:] = np.cumsum(ids < 0)[tables - 1 :: tables]
     ends = lengths // size
-    first = np.minimum(group.first_block(lengths), ends) if group.is_bounded else np.zeros_like(ends)
+    first = np.minimum(group.first_block(lengths), ends) if group.is_bounded else 0
     sinks = np.minimum(group.table.sink_blocks, ends)
-    complete: npt.NDArray[np.bool_] = (missing[ends] == missing[first]) & (missing[sinks] == 0)
-    complete &= lengths % size == 0
+    complete &= (missing[ends] == missing[first]) & (missing[sinks] == 0)
     return complete
 
 
@@ -114,7 +121,9 @@ def _blocks(group: ManagedGroup, ids: Int64Array, length: int) -> GroupHit:
     if group.is_state:
         return GroupHit(0, 1, ids[length // group.base - 1][:, None], np.array([length]))
     end = length // group.fmt.block_size
+    if not group.is_bounded:
+        return GroupHit(0, end, ids[:end].T, np.arange(1, end + 1) * group.fmt.block_size)
     sinks = group.table.sink_blocks
-    first = int(group.first_block(np.array(length))) if group.is_bounded else 0
+    first = int(group.first_block(np.array(length)))
     logical = np.concatenate([np.arange(min(end, sinks)), np.arange(first, max(end, first))])
     return GroupHit(first, end, ids[logical].T, (logical + 1) * group.fmt.block_size)

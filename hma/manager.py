@@ -254,7 +254,7 @@ class HybridMemoryManager:
     def _start(self, row: int) -> Admission:
         known, prompt = int(self._sequences.known[row]), int(self._sequences.prompt[row])
         # The token after the known ones has been sampled once decoding has begun; before that the last one is computed.
-        hit = self._cache.find(self._sequences.keys(row), known if known > prompt else known - 1)
+        hit = self._cache.find(self._sequences.chain(row), known if known > prompt else known - 1)
         for group in self.groups:
             part = hit.blocks.get(group.number)
             if part is None:
@@ -314,12 +314,12 @@ class HybridMemoryManager:
         self._steps.check_reserve(rows, tokens, drafts, self.max_step_tokens)
         start = self.committed[rows] + self._steps.in_flight[rows]
         self._check_length(rows, start, tokens)
-        # Drafts, of this step and of those in flight, may all be rejected: what is dead must be dead without them.
-        sure = start + tokens - drafts - self._steps.drafts_in_flight[rows]
         has_gap = np.zeros(len(rows), dtype=np.bool_)
         upper = start + tokens + self.lookahead
         short = np.flatnonzero(upper > self._covered[rows])
         if len(short):
+            # Drafts, of this step and of those in flight, may all be rejected: what is dead must be dead without them.
+            sure = start + tokens - drafts - self._steps.drafts_in_flight[rows]
             has_gap[short] = self._grow(rows[short], upper[short], sure[short] if kv_from_activations else None)
         number = self._steps.push(rows, tokens, drafts, has_gap)
         changed = {}
@@ -328,7 +328,7 @@ class HybridMemoryManager:
             changed[group.name] = np.flatnonzero(dirty)
             dirty[:] = False
         # A row that had nothing in flight before starts from its checkpoint; a second step goes on from the first.
-        restored = self._restored(rows[start == self.committed[rows]])
+        restored = self._restored(rows[start == self.committed[rows]]) if self._checkpoints else []
         return Reservation(number, rows, start, tokens, changed, restored)
 
     def slots(self, plan: Reservation, group: str) -> Int64Array:
@@ -353,7 +353,8 @@ class HybridMemoryManager:
         rows = whole_numbers("rows", rows)
         accepted = whole_numbers("num_accepted", num_accepted)
         step = self._steps.oldest(rows, accepted)
-        self._check_states(step, accepted)
+        if self._states:
+            self._check_states(step, accepted)
         committed = self.committed[rows] + accepted
         if self._cache.enabled:
             ids = np.frombuffer(as_token_bytes([] if token_ids is None else token_ids), dtype="<i4")
@@ -393,7 +394,7 @@ class HybridMemoryManager:
                 f"a checkpoint needs a multiple of {self.base} and none in flight"
             )
         number = committed // self.base - 1
-        key = self._sequences.keys(row)[number]
+        key = self._sequences.chain(row).between(number, number + 1)[0]
         needs = [group.fmt.tables if group.is_state else 0 for group in self.groups]
         # The block that holds the running state exists from the first step on; before it there is nothing to keep.
         begun = all(group.table.end[row] for group in self._states)
@@ -426,7 +427,7 @@ class HybridMemoryManager:
     def _check_states(self, step: Step, accepted: Int64Array) -> None:
         """A step keeps the state after each of its tokens if `lookahead` has room for them, else after the last one."""
         lost = (accepted == 0) | ((accepted < step.num_tokens) & (step.num_tokens > 1 + self.lookahead))
-        if self._states and lost.any():
+        if lost.any():
             at = int(lost.argmax())
             raise KvtideError(
                 f"row {int(step.rows[at])} commits {int(accepted[at])} of {int(step.num_tokens[at])} tokens, but its "
@@ -481,7 +482,7 @@ class HybridMemoryManager:
     def _restored(self, rows: Int64Array) -> list[Copy]:
         """Copies that bring a hit's checkpoints into the running states."""
         copies: list[Copy] = []
-        for row in rows.tolist() if self._checkpoints else ():
+        for row in rows.tolist():
             for number, ids in self._checkpoints.get(row, {}).items():
                 table = self.groups[number].table
                 copies.append(Copy(self.groups[number].name, table.to_entries(ids), table.entries[:, row, 0].copy()))
@@ -517,9 +518,8 @@ class HybridMemoryManager:
     def pin(self, token_ids: npt.ArrayLike, *, salt: str = "", adapter: str = "", items: Sequence[Item] = ()) -> Pin:
         """Hold the longest cached prefix of some tokens, so that it cannot be evicted until `unpin`."""
         tokens = as_token_bytes(token_ids)
-        chain = KeyChain(self.base, namespace(self._space, salt, adapter))
-        chain.extend(tokens, sorted(items))
-        return self._cache.pin(chain.keys, len(tokens) // 4, salt)
+        chain = KeyChain(self.base, namespace(self._space, salt, adapter), tokens, sorted(items))
+        return self._cache.pin(chain, len(tokens) // 4, salt)
 
     def unpin(self, pin: Pin) -> None:
         """Let go of a pinned prefix; it stays cached like any other."""

@@ -14,6 +14,7 @@ The pool knows nothing of sequences or keys; it tells `on_evict` which cached bl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import EllipsisType
 from typing import NamedTuple
 
 import numpy as np
@@ -62,6 +63,7 @@ class PagePool:
         self._page_cached = np.zeros(num_pages, dtype=np.int32)
         self._page_stamp = np.zeros(num_pages, dtype=np.int64)
         self._page_class = np.zeros(num_pages, dtype=np.uint8)
+        self._place = np.zeros(num_pages, dtype=np.int64)  # scratch of `_is_last`
         # Pages never used lie above `_fresh`; those given back lie on a stack. Both are free for any group.
         self._fresh = 0
         self._returned = np.empty(64, dtype=np.int64)
@@ -112,18 +114,16 @@ class PagePool:
     def _take(self, group: int, count: int, max_pages: int) -> Int64Array:
         if not count:
             return np.empty(0, dtype=np.int64)
-        parts = [self._slots[group].pop(count)]
-        missing = count - len(parts[0])
+        ids = self._slots[group].pop(count)
         limit = self._num_active + max_pages
-        while missing:
+        while missing := count - len(ids):
             wanted = min(-(-missing // self.per_page[group]), limit - self._num_active)
             fresh = self._claim_free_pages(group, wanted)
             if not len(fresh):
                 fresh = self._evict(group, missing, wanted)
-            parts.append(fresh[:missing])
-            self._push_free(fresh[missing:])
-            missing -= len(parts[-1])
-        ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            ids = np.concatenate([ids, fresh[:missing]]) if len(ids) else fresh[:missing]
+            if len(fresh) > missing:
+                self._push_free(fresh[missing:])
         self.refs[ids] = 1
         np.add.at(self.page_refs, ids // self.stride, ONE)
         self.referenced[group] += count
@@ -131,17 +131,18 @@ class PagePool:
 
     def acquire(self, ids: Int64Array) -> None:
         """Add a reference to each cached block (a hit). Ids are unique within the call."""
-        idle = ids[self.refs[ids] == 0]
-        self.refs[ids] += 1
+        refs = self.refs[ids]
+        self.refs[ids] = refs + ONE
+        idle = ids[refs == 0]
         if not len(idle):
             return
         pages = idle // self.stride
         for group, count in self._by_group(pages):
             self.referenced[group] += count
-        woken = _unique(pages[self.page_refs[pages] == 0])
+        woken = pages[self.page_refs[pages] == 0]
         np.add.at(self.page_refs, pages, ONE)
         if len(woken):
-            self._activate(woken)
+            self._activate(woken[self._is_last(woken)])
 
     def release(self, ids: Int64Array, classes: int | npt.NDArray[np.uint8]) -> None:
         """Drop one reference of each block, first the one to be evicted first. Ids are unique within the call.
@@ -154,8 +155,8 @@ class PagePool:
         if refs.min(initial=0) < 0:
             np.add.at(self.refs, ids, ONE)
             raise KvtideError(f"block {int(ids[refs < 0][0])} has no reference left to release")
-        idle = refs == 0
-        if not idle.all():
+        if refs.any():
+            idle = refs == 0
             ids = ids[idle]
             classes = classes if isinstance(classes, int) else classes[idle]
         if len(ids):
@@ -170,12 +171,13 @@ class PagePool:
     def drop_cached(self, ids: Int64Array) -> None:
         """Forget the content of cached blocks; unreferenced ones become free. The caller has dropped their keys."""
         self.cached[ids] = False
-        pages = ids // self.stride
-        np.subtract.at(self._page_cached, pages, ONE)
+        np.subtract.at(self._page_cached, ids // self.stride, ONE)
         idle = ids[self.refs[ids] == 0]
-        active = self.page_refs[idle // self.stride] > 0
+        pages = idle // self.stride
+        active = self.page_refs[pages] > 0
         self._push_free(idle[active])
-        self._return_empty(_unique(idle[~active] // self.stride))
+        empty = pages[~active]
+        self._return_empty(empty[self._is_last(empty)])
 
     def evictable_blocks(self, group: int) -> Int64Array:
         """Ids of all cached unreferenced blocks of a group; looks at every page."""
@@ -207,15 +209,17 @@ class PagePool:
         np.subtract.at(self.page_refs, pages, ONE)
         rests = self.page_refs[pages] == 0
         if rests.any():
+            # A page rests when its last block is let go.
             resting = pages[rests]
-            self._deactivate(resting if self._single_blocks(resting) else _unique_in_order(resting))
-        if not rests.all():
+            self._deactivate(resting[self._is_last(resting)])
+            if rests.all():
+                return
             # Blocks of a page that rests are had with the page; the others can be taken one by one.
             ids = ids[~rests]
-            cached = self.cached[ids]
-            self._push_evictable(ids[cached])
-            # LIFO: the last pushed is taken first, so the block to be reused first comes last.
-            self._push_free(ids[~cached][::-1])
+        cached = self.cached[ids]
+        self._push_evictable(ids[cached])
+        # LIFO: the last pushed is taken first, so the block to be reused first comes last.
+        self._push_free(ids[~cached][::-1])
 
     def _deactivate(self, pages: Int64Array) -> None:
         for group, count in self._by_group(pages):
@@ -223,20 +227,16 @@ class PagePool:
         self._num_active -= len(pages)
         has_content = self._page_cached[pages] > 0
         full = pages[has_content]
-        if len(full):
-            if self._single_blocks(full):
-                page_class = self._class[full * self.stride]
-            else:
-                ids = full[:, None] * self.stride + np.arange(self.stride)
-                page_class = np.where(self.cached[ids], self._class[ids], 0).max(axis=1)
-            self._page_class[full] = page_class
-            stamps = self._next_stamps(len(full))
-            self._page_stamp[full] = stamps
-            for number in _distinct(page_class):
-                chosen = page_class == number
-                self._pages[number].push(full[chosen], stamps[chosen])
         if len(full) < len(pages):
             self._return_empty(pages[~has_content])
+        if not len(full):
+            return
+        page_class = self._highest_class(full)
+        self._page_class[full] = page_class
+        stamps = self._next_stamps(len(full))
+        self._page_stamp[full] = stamps
+        for number, chosen in _by_value(page_class):
+            self._pages[number].push(full[chosen], stamps[chosen])
 
     def _activate(self, pages: Int64Array) -> None:
         """Pages that were inactive and have a reference again: their other blocks can be taken one by one."""
@@ -252,8 +252,24 @@ class PagePool:
         self._push_evictable(ids[self.cached[ids]])
         self._push_free(ids[~self.cached[ids]])
 
+    def _highest_class(self, pages: Int64Array) -> npt.NDArray[np.uint8]:
+        """The highest class of each page's cached blocks."""
+        if self._single_blocks(pages):
+            return self._class[pages * self.stride]
+        classes = self._class.reshape(-1, self.stride)[pages] * self.cached.reshape(-1, self.stride)[pages]
+        # Along the long axis: reducing many short rows is slow.
+        highest: npt.NDArray[np.uint8] = classes.T.copy().max(axis=0)
+        return highest
+
+    def _is_last(self, pages: Int64Array) -> npt.NDArray[np.bool_]:
+        """Which entries are the last of their page; without a sort, since of repeated indices the last one is kept."""
+        places = np.arange(len(pages))
+        self._place[pages] = places
+        last: npt.NDArray[np.bool_] = self._place[pages] == places
+        return last
+
     def _single_blocks(self, pages: Int64Array) -> bool:
-        """Whether every one of the pages holds one block only; such pages occur once in what one call lets go."""
+        """Whether every one of the pages holds one block only."""
         return self.stride == 1 or bool(self._capacity[self.owner[pages]].max() == 1)
 
     def _by_group(self, pages: Int64Array) -> list[tuple[int, int]]:
@@ -333,9 +349,7 @@ class PagePool:
             return
         stamps = self._next_stamps(len(ids))
         self._stamp[ids] = stamps
-        groups = self.owner[ids // self.stride].astype(np.int64)
-        for group in _distinct(groups):
-            chosen = groups == group
+        for group, chosen in _by_value(self.owner[ids // self.stride]):
             self._slots[group].push(ids[chosen], stamps[chosen])
 
     def _push_evictable(self, ids: Int64Array) -> None:
@@ -344,8 +358,7 @@ class PagePool:
         stamps = self._next_stamps(len(ids))
         self._stamp[ids] = stamps
         queues = self.owner[ids // self.stride].astype(np.int64) * NUM_CLASSES + self._class[ids]
-        for queue in _distinct(queues):
-            chosen = queues == queue
+        for queue, chosen in _by_value(queues):
             self._blocks[queue // NUM_CLASSES][queue % NUM_CLASSES].push(ids[chosen], stamps[chosen])
 
     def _next_stamps(self, count: int) -> Int64Array:
@@ -433,22 +446,9 @@ class PagePool:
         assert set(pages) <= waiting, "an inactive page is in no ring"
 
 
-def _distinct(values: npt.NDArray[np.integer]) -> list[int]:
-    """Distinct small non-negative numbers; a count is faster than a sort."""
-    return np.flatnonzero(np.bincount(values)).tolist()
-
-
-def _unique(values: Int64Array) -> Int64Array:
-    """Distinct values, sorted; `np.unique` hashes, which is ten times slower on arrays like these."""
-    ordered = np.sort(values)
-    first = np.ones(len(ordered), dtype=np.bool_)
-    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
-    return ordered[first]
-
-
-def _unique_in_order(values: Int64Array) -> Int64Array:
-    """Distinct values in the order of their last occurrence: a page rests when its last block is let go."""
-    if len(values) == 1:
-        return values
-    distinct, reversed_first = np.unique(values[::-1], return_index=True)
-    return distinct[np.argsort(-reversed_first, kind="stable")]
+def _by_value(values: npt.NDArray[np.integer]) -> list[tuple[int, npt.NDArray[np.bool_] | EllipsisType]]:
+    """Distinct small non-negative numbers (counting is faster than sorting), each with an index of where it stands."""
+    distinct = np.flatnonzero(np.bincount(values)).tolist()
+    if len(distinct) == 1:
+        return [(distinct[0], ...)]
+    return [(number, values == number) for number in distinct]

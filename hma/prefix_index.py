@@ -4,15 +4,23 @@ One *node* per key (a prefix of whole base blocks). For every group a node has o
 base block: all tables, and several blocks where a group's block is smaller than the base; a group with larger blocks
 has cells only at every n-th node. A cell is a block id, or -1. Blocks point back to their node, so that evicting blocks
 finds the cells; a node without any cell left is forgotten.
+
+A prompt that comes again is looked up by spans of `SPAN` base blocks: the last key of a span leads to the nodes of all
+its keys, so only that one has to be hashed. Where it is not known the keys are looked up one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtide.kvcache.specs import Int64Array
+
+from .hashing import SPAN, KeyChain
 
 EMPTY = -1
 ONE = np.int32(1)
@@ -22,16 +30,22 @@ class PrefixIndex:
     """`cells_per_node[group]` is the width of a group's cells; `num_blocks` bounds the block ids."""
 
     def __init__(self, cells_per_node: Sequence[int], num_blocks: int) -> None:
+        self._capacity = 1024
         self._nodes: dict[bytes, int] = {}
+        # By the last key of a span, the bytes of `[2, SPAN]`: its nodes and their births. A node that was forgotten
+        # since has another birth, or none.
+        self._spans: dict[bytes, bytes] = {}
+        self._birth = np.zeros(self._capacity, dtype=np.int64)
+        self._births = 0
         self._keys: list[bytes] = []
         self._recycled: list[int] = []
-        self._capacity = 1024
-        self._offsets = np.concatenate([[0], np.cumsum(cells_per_node)])
-        self._cells = np.full((self._capacity, self._offsets[-1]), EMPTY, dtype=np.int64)
+        self._offsets = [0, *accumulate(cells_per_node)]
+        self._width = max(self._offsets[-1], 1)
         self._filled = np.zeros(self._capacity, dtype=np.int32)
-        # Both are stored plus one, so that zeroed memory means "none" and costs nothing until it is touched.
-        self._node_of = np.zeros(num_blocks, dtype=np.int32)
-        self._cell_of = np.zeros(num_blocks, dtype=np.int32)
+        # Block by cell, node after node, and cell by block. Both are stored plus one, so that zeroed memory means
+        # "none" and costs nothing until it is touched.
+        self._cells = np.zeros(self._capacity * self._width, dtype=np.int32)
+        self._cell_of = np.zeros(num_blocks, dtype=np.int64)
 
     def __len__(self) -> int:
         """Keys with at least one cached block."""
@@ -42,75 +56,120 @@ class PrefixIndex:
         get = self._nodes.get
         return np.array([get(key, EMPTY) for key in keys], dtype=np.int64)
 
+    def find_run(self, chain: KeyChain, most: int) -> Int64Array:
+        """Nodes of a chain's first `most` keys up to the first that is not known, for which -1 stands at the end."""
+        chain.hash_prompt(self._spans, most)
+        skipped = np.frombuffer(b"".join([self._spans.get(key, b"") for key in chain.span_keys]), dtype=np.int64)
+        start = len(chain.span_keys) * SPAN
+        nodes, births = skipped.reshape(-1, 2, SPAN).transpose(1, 0, 2).reshape(2, -1)
+        if len(nodes) < start or (self._birth[nodes] != births).any():
+            nodes, start = nodes[:0], 0
+        get, found = self._nodes.get, []
+        for key in chain.between(start, max(start, most)):
+            found.append(get(key, EMPTY))
+            if found[-1] == EMPTY:
+                break
+        rest = np.array(found, dtype=np.int64)
+        for begin in range(0, len(rest) - SPAN + 1, SPAN):
+            self._join(rest[begin : begin + SPAN])
+        return np.concatenate([nodes, rest])[:most]
+
+    def join_spans(self, rows: Int64Array, numbers: Int64Array, nodes: Int64Array) -> None:
+        """Remember the whole spans among the nodes of base blocks `numbers[i]` of `rows[i]`, each row's in order."""
+        ahead = SPAN - 1
+        spans = (rows[ahead:] == rows[:-ahead]) & (numbers[:-ahead] % SPAN == 0)
+        for begin in np.flatnonzero(spans).tolist():
+            self._join(nodes[begin : begin + SPAN])
+
+    def _join(self, nodes: Int64Array) -> None:
+        births = self._birth[nodes]
+        if nodes[-1] != EMPTY and births.all():
+            self._spans[self._keys[nodes[-1]]] = np.concatenate([nodes, births]).tobytes()
+
     def cells(self, group: int, nodes: Int64Array) -> Int64Array:
         """Block ids `[len(nodes), width]` of a group; -1 for what is not cached, and for unknown nodes."""
-        cells: Int64Array = self._cells[nodes, self._offsets[group] : self._offsets[group + 1]]
-        cells[nodes < 0] = EMPTY
+        cells: Int64Array = self._cells[self._positions(group, nodes)].astype(np.int64) - 1
+        if nodes.min(initial=0) < 0:
+            cells[nodes < 0] = EMPTY
         return cells
+
+    def _positions(self, group: int, nodes: Int64Array) -> Int64Array:
+        """Where a group's cells `[len(nodes), width]` of some nodes stand."""
+        positions: Int64Array = (nodes * self._width)[:, None] + np.arange(*self._offsets[group : group + 2])
+        return positions
 
     def nodes_for(self, keys: Sequence[bytes]) -> Int64Array:
         """Node per key; unknown keys get one."""
-        nodes, table, recycled = [], self._nodes, self._recycled
-        for key in keys:
-            node = table.get(key)
-            if node is None:
-                if recycled:
-                    node = recycled.pop()
-                    self._keys[node] = key
-                else:
-                    node = len(self._keys)
-                    self._keys.append(key)
-                table[key] = node
-            nodes.append(node)
-        if len(self._keys) > self._capacity:
-            self._grow(len(self._keys))
-        return np.array(nodes, dtype=np.int64)
+        table = self._nodes
+        unknown = [key for key in dict.fromkeys(keys) if key not in table]
+        if unknown:
+            again = min(len(self._recycled), len(unknown))
+            born = [self._recycled.pop() for _ in range(again)]
+            for node, key in zip(born, unknown, strict=False):
+                self._keys[node] = key
+            born += range(len(self._keys), len(self._keys) + len(unknown) - again)
+            self._keys += unknown[again:]
+            table.update(zip(unknown, born, strict=True))
+            if len(self._keys) > self._capacity:
+                self._grow(len(self._keys))
+            self._birth[born] = np.arange(self._births, self._births + len(born)) + 1
+            self._births += len(born)
+        return np.array([table[key] for key in keys], dtype=np.int64)
 
-    def insert(self, group: int, nodes: Int64Array, columns: Int64Array, ids: Int64Array) -> Int64Array:
-        """Put blocks into empty cells; returns the ids that were put. A cell that is taken keeps its block."""
-        columns = columns + self._offsets[group]
-        empty = self._cells[nodes, columns] == EMPTY
-        if not empty.all():
-            nodes, columns, ids = nodes[empty], columns[empty], ids[empty]
-        self._cells[nodes, columns] = ids
+    def insert(self, group: int, nodes: Int64Array, cells: Int64Array) -> Int64Array:
+        """Put blocks `[len(nodes), width]` into empty cells, none where -1 stands; returns the ids that were put.
+
+        A cell that is taken keeps its block.
+        """
+        positions, ids = self._positions(group, nodes).ravel(), cells.ravel()
+        free = (self._cells[positions] == 0) & (ids != EMPTY)
+        if not free.all():
+            positions, ids = positions[free], ids[free]
+        self._cells[positions] = ids + 1
         # Two rows may bring the same cell in one call: the last one written has it.
-        won = self._cells[nodes, columns] == ids
+        won = self._cells[positions] == ids + 1
         if not won.all():
-            nodes, columns, ids = nodes[won], columns[won], ids[won]
-        np.add.at(self._filled, nodes, ONE)
-        self._node_of[ids] = nodes + 1
-        self._cell_of[ids] = columns + 1
+            positions, ids = positions[won], ids[won]
+        np.add.at(self._filled, positions // self._width, ONE)
+        self._cell_of[ids] = positions + 1
         return ids
 
     def remove(self, ids: Int64Array) -> None:
         """Empty the cells of cached blocks."""
         nodes = self.node_of(ids)
-        columns = self._cell_of[ids] - 1
-        self._cells[nodes, columns] = EMPTY
-        self._node_of[ids] = 0
+        self._cells[self._cell_of[ids] - 1] = 0
+        self._cell_of[ids] = 0
         np.subtract.at(self._filled, nodes, ONE)
         self.forget_empty(nodes)
 
     def complete_cells(self, ids: Int64Array) -> list[tuple[bytes, int]]:
         """Key and group of the complete sets of cells that removing the blocks would break, each once."""
         nodes = self.node_of(ids)
-        groups = np.searchsorted(self._offsets, self._cell_of[ids] - 1, side="right") - 1
+        columns = (self._cell_of[ids] - 1) % self._width
+        groups = np.searchsorted(self._offsets, columns, side="right") - 1
         broken = set(zip(nodes.tolist(), groups.tolist(), strict=True))
         return [
             (self._keys[node], group)
             for node, group in sorted(broken)
-            if (self._cells[node, self._offsets[group] : self._offsets[group + 1]] != EMPTY).all()
+            if (self.cells(group, np.array([node])) != EMPTY).all()
         ]
 
     def forget_empty(self, nodes: Int64Array) -> None:
         """Forget those of the nodes that have no cell left."""
-        for node in set(nodes[self._filled[nodes] == 0].tolist()):
-            if self._nodes.pop(self._keys[node], None) is not None:
+        empty = nodes[self._filled[nodes] == 0]
+        if not len(empty):
+            return
+        self._birth[empty] = 0
+        for node in set(empty.tolist()):
+            key = self._keys[node]
+            if self._nodes.pop(key, None) is not None:
+                self._spans.pop(key, None)
                 self._recycled.append(node)
 
     def node_of(self, ids: Int64Array) -> Int64Array:
         """Node of each cached block."""
-        return self._node_of[ids].astype(np.int64) - 1
+        nodes: Int64Array = (self._cell_of[ids] - 1) // self._width
+        return nodes
 
     def key_of(self, node: int) -> bytes:
         """Key of a node."""
@@ -118,23 +177,27 @@ class PrefixIndex:
 
     def _grow(self, needed: int) -> None:
         capacity = max(needed, 2 * self._capacity)
-        cells = np.full((capacity, self._offsets[-1]), EMPTY, dtype=np.int64)
-        cells[: self._capacity] = self._cells
-        self._cells = cells
-        filled = np.zeros(capacity, dtype=np.int32)
-        filled[: self._capacity] = self._filled
-        self._filled, self._capacity = filled, capacity
+        self._cells = _grown(self._cells, capacity * self._width)
+        self._filled, self._birth = _grown(self._filled, capacity), _grown(self._birth, capacity)
+        self._capacity = capacity
 
     def check(self, cached: Int64Array) -> None:
         """Cells, back pointers and the pool's cached blocks agree; `AssertionError` on the first difference."""
         found: list[int] = []
         for node in self._nodes.values():
-            for column, block in enumerate(self._cells[node].tolist()):
-                if block != EMPTY:
-                    assert self._node_of[block] - 1 == node, "a block's back pointer differs"
-                    assert self._cell_of[block] - 1 == column, "a block's cell differs"
-                    found.append(block)
+            for cell in range(node * self._width, (node + 1) * self._width):
+                if block := int(self._cells[cell]):
+                    assert self._cell_of[block - 1] - 1 == cell, "a block's back pointer differs"
+                    found.append(block - 1)
         assert sorted(found) == sorted(cached.tolist()), "cached blocks and cells differ"
         for key, node in self._nodes.items():
             assert self._keys[node] == key, "a node's key differs"
             assert self._filled[node] > 0, "an empty node is kept"
+            assert self._birth[node] > 0, "a node has no birth"
+        assert self._spans.keys() <= self._nodes.keys(), "a span outlives its last node"
+
+
+def _grown(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+    grown = np.zeros(size, dtype=array.dtype)
+    grown[: len(array)] = array
+    return grown

@@ -38,11 +38,8 @@ class Sequences:
         self.registered = np.zeros(max_requests, dtype=np.int64)
 
     def start(self, row: int, space: bytes, tokens: bytes, items: list[Item], *, hashed: bool) -> None:
-        """A prompt comes: int32 `tokens`, and its items sorted by position. Keys are made only if `hashed`."""
-        chain = KeyChain(self._base, space)
-        if hashed:
-            chain.extend(tokens, items)
-        self._chains[row] = chain
+        """A prompt comes: int32 `tokens`, and its items sorted by position. It has keys only if `hashed`."""
+        self._chains[row] = KeyChain(self._base, space, tokens if hashed else b"", items)
         count = len(tokens) // 4
         rest = count % self._base
         self._tail[row, :rest] = np.frombuffer(tokens[len(tokens) - 4 * rest :], dtype="<i4")
@@ -56,9 +53,11 @@ class Sequences:
         if self._tokens is not None:
             self._tokens[row] = bytearray()
 
-    def keys(self, row: int) -> list[bytes]:
-        """Keys of the row's whole base blocks."""
-        return self._chain(row).keys
+    def chain(self, row: int) -> KeyChain:
+        """The row's keys."""
+        chain = self._chains[row]
+        assert chain is not None
+        return chain
 
     def token_ids(self, row: int, number: int) -> tuple[int, ...]:
         """Token ids of one base block; needs `keep_tokens`."""
@@ -84,7 +83,8 @@ class Sequences:
         self._tail[rows[owners[inside]], places[inside]] = ids[inside]
         self.known[rows] = known + counts
 
-        whole = rows[filled + counts >= self._base]
+        end = filled + counts
+        whole = rows[end >= self._base]
         blocks = self._tail[whole].tobytes()
         size = 4 * self._base
         start = 0
@@ -92,11 +92,13 @@ class Sequences:
         for row in whole.tolist():
             chains[row].add_block(blocks[start : start + size])
             start += size
+        if end.max() <= self._base and self._tokens is None:
+            return
         ends = np.cumsum(counts)
-        for i in np.flatnonzero(filled + counts > self._base).tolist():
+        for i in np.flatnonzero(end > self._base).tolist():
             row = int(rows[i])
             more = ids[ends[i] - counts[i] + self._base - filled[i] : ends[i]]
-            self._chain(row).extend(more.tobytes())
+            self.chain(row).extend(more.tobytes())
             rest = len(more) % self._base
             self._tail[row, :rest] = more[len(more) - rest :]
         if self._tokens is not None:
@@ -113,14 +115,10 @@ class Sequences:
         before = self.registered[rows]
         self.registered[rows] = whole
         keys: list[bytes] = []
+        chains = self._chains
         for row, begin, end in zip(rows.tolist(), before.tolist(), whole.tolist(), strict=True):
-            keys += self._chain(row).keys[begin:end]
+            keys += chains[row].between(begin, end)
         if len(keys) == len(rows):
             return FreshKeys(rows, before, keys)
         counts = whole - before
         return FreshKeys(np.repeat(rows, counts), np.repeat(before, counts) + ranges(counts), keys)
-
-    def _chain(self, row: int) -> KeyChain:
-        chain = self._chains[row]
-        assert chain is not None
-        return chain

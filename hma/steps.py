@@ -114,12 +114,11 @@ class StepQueue:
         if accepted.shape != rows.shape:
             raise KvtideError(f"num_accepted has shape {accepted.shape}; step {step.number} has {len(rows)} rows")
         # Once tokens have got no slot, no row may fall back behind what was sure to be committed: all but the drafts.
-        gap = step.has_gap.copy()
+        gap = step.has_gap
         for later in self._steps:
             if later.has_gap.any():
-                gap |= np.isin(rows, later.rows[later.has_gap & (later.generation == self.generation[later.rows])])
-        wrong = (accepted < 0) | (accepted > step.num_tokens)
-        wrong |= gap & (accepted < step.num_tokens - step.num_drafts)
+                gap = gap | np.isin(rows, later.rows[later.has_gap & (later.generation == self.generation[later.rows])])
+        wrong = (accepted < 0) | (accepted > step.num_tokens) | gap & (accepted < step.num_tokens - step.num_drafts)
         if wrong.any():
             at = int(wrong.argmax())
             reason = "; tokens that are no drafts cannot be rejected once some had no slot" if gap[at] else ""

@@ -41,6 +41,7 @@ class GroupTable:
         self._stride = stride
         self._page_units = page_units
         self._block_units = fmt.block_bytes // unit
+        self._is_page = fmt.blocks_per_page == 1
         shape = (fmt.tables, max_requests, width)
         self.entries: npt.NDArray[np.int32] = _pinned(shape) if pin_memory else np.empty(shape, dtype=np.int32)
         self.first = np.full(max_requests, sink_blocks, dtype=np.int64)
@@ -48,17 +49,20 @@ class GroupTable:
 
     def to_entries(self, ids: Int64Array) -> npt.NDArray[np.int32]:
         """Unit indices of block ids."""
-        units: Int64Array = ids * self._page_units
-        if self._stride > 1:
-            pages, slots = np.divmod(ids, self._stride)
-            units = pages * self._page_units + slots * self._block_units
+        # Not divmod: floor division by a number is vectorised, and ten times faster.
+        pages = ids // self._stride
+        units: Int64Array = pages * self._page_units
+        if not self._is_page:
+            units += (ids - pages * self._stride) * self._block_units
         return units.astype(np.int32)
 
     def to_ids(self, entries: npt.NDArray[np.int32]) -> Int64Array:
         """Block ids of unit indices."""
-        pages, units = np.divmod(entries.astype(np.int64), self._page_units)
-        ids: Int64Array = pages * self._stride + units // self._block_units
-        return ids
+        pages = entries // np.int32(self._page_units)
+        ids = pages * np.int32(self._stride)
+        if not self._is_page:
+            ids += (entries - pages * np.int32(self._page_units)) // np.int32(self._block_units)
+        return ids.astype(np.int64)
 
     def columns(self, rows: Int64Array, logical: Int64Array) -> Int64Array:
         """Columns of logical blocks that the rows hold."""
@@ -70,6 +74,11 @@ class GroupTable:
     def append(self, rows: Int64Array, counts: Int64Array, ids: Int64Array) -> None:
         """Add `counts[i]` blocks at the end of each row; `ids` is `[tables, counts.sum()]`, row by row."""
         end = self.end[rows]
+        if len(rows) == 1:
+            row, column = int(rows[0]), int(self.columns(rows, end)[0])  # one prompt, as in many prefill steps
+            self.entries[:, row, column : column + ids.shape[1]] = self.to_entries(ids)
+            self.end[row] += ids.shape[1]
+            return
         if len(rows) == ids.shape[1]:
             owners, logical = rows, end  # one block each, as in most decode steps
         else:
@@ -123,7 +132,9 @@ class GroupTable:
         logical, entries = self.held(row)
         self.first[row], self.end[row] = self.sink_blocks, 0
         taken = entries[0] != NO_BLOCK
-        return logical[taken][::-1], self.to_ids(entries[:, taken])[:, ::-1]
+        if not taken.all():
+            logical, entries = logical[taken], entries[:, taken]
+        return logical[::-1], self.to_ids(entries)[:, ::-1]
 
     def swap_to_front(self, rows: Int64Array, columns: Int64Array) -> None:
         """Exchange each row's entry in column 0 with the one in `columns[i]`."""

@@ -254,7 +254,7 @@ def test_idle_bytes_never_exceed_the_quota_and_only_the_salt_itself_loses(
     for name, *numbers in traffic:
         OPERATIONS[name](machine, *numbers)
         for row in machine.rows:
-            mine.update(manager._sequences.keys(row.row) if row.salt == "s0" else ())
+            mine.update(manager._sequences.chain(row.row).keys if row.salt == "s0" else ())
         counted = sum(
             geometry.formats[manager.pool.owner[block // manager.pool.stride]].block_bytes
             for block in np.flatnonzero(manager.pool.cached & (manager.pool.refs == 0)).tolist()

@@ -18,8 +18,9 @@ from layouts import layout_of
 from oracle import Engine, fingerprint, geometry_of
 
 from kvtide.hma import HybridMemoryManager, Item
-from kvtide.hma.hashing import KeyChain, namespace
+from kvtide.hma.hashing import SPAN, KeyChain, namespace
 from kvtide.hma.pool import PagePool
+from kvtide.hma.prefix_index import PrefixIndex
 from kvtide.kvcache import (
     ChunkedLocal,
     Component,
@@ -455,7 +456,7 @@ def test_models_and_keys_separate_caches() -> None:
     def keys(**options: Any) -> list[bytes]:
         m = manager(geometry((FULL, 4)), 40, **options)
         m.admit("r", tokens(16))
-        return list(m._sequences.keys(0))
+        return list(m._sequences.chain(0).keys)
 
     kinds = [keys(), keys(model_id="m"), keys(hash_key=b"k"), keys(model_id="mk"), keys(model_id="m", hash_key=b"k")]
     assert len({key for chain in kinds for key in chain}) == 5 * 4
@@ -494,6 +495,42 @@ def test_keys_are_the_same_in_every_process() -> None:
     chain = KeyChain(4, namespace("model", "salt", b"key"))
     chain.extend(np.arange(12, dtype="<i4").tobytes())
     assert found == {chain.keys[-1].hex()}
+
+
+def test_a_span_is_skipped_only_while_all_its_keys_are_known() -> None:
+    prompt = np.arange(4 * (SPAN + 3), dtype="<i4").tobytes()
+
+    def chain() -> KeyChain:
+        return KeyChain(4, namespace("model"), prompt)
+
+    def run() -> list[int]:
+        return index.find_run(chain(), SPAN + 3).tolist()
+
+    keys = chain().keys
+    assert len(set(keys)) == SPAN + 3
+    index = PrefixIndex([1], 100)
+    numbers = np.arange(SPAN + 1)
+    nodes = index.nodes_for(keys[: SPAN + 1])
+    index.insert(0, nodes, numbers[:, None])
+    index.join_spans(np.zeros_like(numbers), numbers, nodes)
+    assert run() == [*nodes.tolist(), -1]
+    skipping = chain()
+    index.find_run(skipping, SPAN + 3)
+    assert skipping.span_keys == keys[SPAN - 1 : SPAN]
+    assert skipping.between(SPAN, None) == keys[SPAN:]
+    assert skipping.between(3, 5) == keys[3:5]
+    assert skipping.keys == keys
+    index.remove(np.array([7]))
+    assert run() == [*nodes[:7].tolist(), -1]
+    # The same node under another key, and then the key again in another node.
+    index.nodes_for([b"other"])
+    assert run() == [*nodes[:7].tolist(), -1]
+    index.insert(0, index.nodes_for([keys[7]]), np.array([[7]]))
+    again = run()
+    assert again[:7] + again[8:] == [*nodes[:7].tolist(), *nodes[8:].tolist(), -1]
+    assert again == run()
+    index.remove(np.array([SPAN - 1]))
+    assert run() == [*again[: SPAN - 1], -1]
 
 
 # -- errors change nothing --------------------------------------------------------------------------------------------

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from machine import QUIET, ManagerMachine
+
+from kvtide.hma import hashing, prefix_index
 
 IS_LONG = (os.environ.get("KVTIDE_HYPOTHESIS") or os.environ.get("HYPOTHESIS_PROFILE")) == "long"
 TARGET = int(os.environ.get("KVTIDE_MACHINE_OPERATIONS", "1000000" if IS_LONG else "0"))
 
 
-def test_manager_equals_the_oracle() -> None:
+@pytest.mark.parametrize("span", [hashing.SPAN, 2])
+def test_manager_equals_the_oracle(span: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with spans so short that prompts of a few blocks are looked up by span."""
+    monkeypatch.setattr(hashing, "SPAN", span)
+    monkeypatch.setattr(prefix_index, "SPAN", span)
+
     class Machine(ManagerMachine):
         operations = 0
         counts = dict.fromkeys(ManagerMachine.counts, 0)
