@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
@@ -30,6 +30,9 @@ from kvtide.offload.values import CODEC_RAW, HEADER_BYTES, BadValue, Header, pac
 
 from .remote import CodecName, RemoteStore
 from .slab import Extent, Slab, round_up
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 # Copied, then hashed where the copy has just left it; two of them fit into a core's second-level cache.
 _PIECE = 256 << 10
@@ -137,13 +140,17 @@ class HostConnector(RemoteStore):
         with self._lock:
             return [Status.HIT if key in self._values else Status.MISS for key in keys]
 
-    def _get(self, keys: Sequence[StoreKey], views: Sequence[memoryview]) -> list[Status]:
+    def peek_into(self, keys: Sequence[StoreKey], buffers: Sequence[WriteableBuffer]) -> list[Status]:
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        return self._answer("get", keys, lambda: self._get(keys, views, used=False))
+
+    def _get(self, keys: Sequence[StoreKey], views: Sequence[memoryview], *, used: bool = True) -> list[Status]:
         with self._lock:
             found = [self._values.get(key) for key in keys]
             pinned = [value for value in found if value is not None]
             self._pin(pinned)
             for key, value in zip(keys, found, strict=True):
-                if value is not None:
+                if value is not None and used:
                     self._policy.on_hit(key)
         try:
             return self._share(self._read, list(zip(keys, found, views, strict=True)))

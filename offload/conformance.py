@@ -238,7 +238,7 @@ class StoreConformance:
             assert store.get_into([key], [bytearray(wrong)]) == [CORRUPT]
             assert store.put([key], [value_of(key, wrong)]) == [STORED]
             assert _get(store, [key], [wrong]) == [value_of(key, wrong)]
-        assert store.stats().faults.total() == 4
+        assert store.stats().faults.total() >= 4
 
     # What is damaged.
 

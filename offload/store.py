@@ -158,6 +158,14 @@ class Store(ABC):
     def touch(self, keys: Sequence[StoreKey]) -> None:  # noqa: B027  (a store without recency has nothing to do)
         """Tell the store's eviction that keys were of use although they were not read (a faster tier had them)."""
 
+    def peek_into(self, keys: Sequence[StoreKey], buffers: Sequence[WriteableBuffer]) -> list[Status]:
+        """As `get_into`, but no use: a store that can moves no recency. For copying values to another store."""
+        return self.get_into(keys, buffers)
+
+    def put_for(self, owner: str, keys: Sequence[StoreKey], buffers: Sequence[ReadableBuffer]) -> list[Status]:
+        """As `put`, on the account of an owner (a salt, a tenant), for a store that has quotas."""
+        return self.put(keys, buffers)
+
     def cool(self, keys: Sequence[StoreKey]) -> None:  # noqa: B027
         """Tell the store's eviction that little is expected of keys: they go before the others, until they are used."""
 
