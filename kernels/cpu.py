@@ -111,7 +111,8 @@ def _cut(call: MlaCall, spans: list[_Span]) -> tuple[list[_Part], list[_Part]]:
     """Full parts, all of the same width, and the edges."""
     size = call.block_size
     width = max(1, PART_KEYS // size)
-    full, edges = [], []
+    full: list[_Part] = []
+    edges: list[_Part] = []
     for row, span in enumerate(spans):
         # What every query token sees: from the last one's window on, up to the first one's own key.
         low = 0 if call.window is None else max(0, span.stop - call.window)
@@ -170,13 +171,13 @@ def _gather(call: MlaCall, group: list[_Part], rows: torch.Tensor, columns: int,
         _e4m3(stored, tokens)
     elif call.fmt is LatentFormat.FP8_DS:
         groups = call.latent_dim // SCALE_GROUP
-        values, scales, rope = stored.split((call.latent_dim, 4 * groups, 2 * call.rope_dim), dim=-1)
+        values, scales, rope = torch.split(stored, [call.latent_dim, 4 * groups, 2 * call.rope_dim], dim=-1)
         latent = _scratch.get("latent", (*size, call.latent_dim), dtype)
         _e4m3(values, latent)
         # Powers of two: the product is exact.
         factors = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)[..., None].to(dtype)
-        shape = (*size, groups, SCALE_GROUP)
-        torch.mul(latent.view(shape), factors, out=tokens[..., : call.latent_dim].unflatten(-1, shape[2:]))
+        scaled = latent.view(*size, groups, SCALE_GROUP).mul_(factors)
+        tokens[..., : call.latent_dim] = scaled.view(latent.shape)
         tokens[..., call.latent_dim :] = rope.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
     else:
         tokens.copy_(stored)

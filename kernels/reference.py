@@ -51,32 +51,41 @@ def quantise(
         return to_e4m3(latents.float() / k_scale)
     if fmt is not LatentFormat.FP8_DS:
         return latents.to(fmt.storage_dtype)
-    values, rope = latents.float().split((latent_dim, rope_dim), dim=-1)
-    groups = values.unflatten(-1, (latent_dim // SCALE_GROUP, SCALE_GROUP)).clamp(-_FLOAT32_MAX, _FLOAT32_MAX)
+    values, rope = torch.split(latents.float(), [latent_dim, rope_dim], dim=-1)
+    groups = values.reshape(*values.shape[:-1], latent_dim // SCALE_GROUP, SCALE_GROUP).clamp(
+        -_FLOAT32_MAX, _FLOAT32_MAX
+    )
     scales = power_of_two_above(groups.abs().amax(dim=-1).clamp(min=AMAX_FLOOR) / FP8_MAX)
     stored = to_e4m3(groups / scales[..., None]).flatten(-2)
     return torch.cat([_packed(part).view(torch.uint8) for part in (stored, scales, rope.bfloat16())], dim=-1)
 
 
 def dequantise(
-    stored: torch.Tensor, fmt: LatentFormat, latent_dim: int, rope_dim: int, k_scale: torch.Tensor | float = 1.0
+    stored: torch.Tensor,
+    fmt: LatentFormat,
+    latent_dim: int,
+    rope_dim: int,
+    k_scale: torch.Tensor | float = 1.0,
+    dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """The real values of stored tokens, float64: `[..., fmt.width(...)]` to `[..., latent_dim + rope_dim]`."""
+    """The real values of stored tokens: `[..., fmt.width(...)]` to `[..., latent_dim + rope_dim]` of `dtype`.
+
+    Exact in float64 and float32, but for a `k_scale` that is no power of two.
+    """
     if fmt is LatentFormat.FP8:
-        scale = k_scale.double() if isinstance(k_scale, torch.Tensor) else k_scale
-        return stored.double() * scale
+        return stored.to(dtype) * (k_scale.to(dtype) if isinstance(k_scale, torch.Tensor) else k_scale)
     if fmt is not LatentFormat.FP8_DS:
-        return stored.double()
+        return stored.to(dtype)
     groups = latent_dim // SCALE_GROUP
     values, scales, rope = (
-        _packed(part).view(dtype).double()
-        for part, dtype in zip(
-            stored.split((latent_dim, 4 * groups, 2 * rope_dim), dim=-1),
+        _packed(part).view(kind).to(dtype)
+        for part, kind in zip(
+            torch.split(stored, [latent_dim, 4 * groups, 2 * rope_dim], dim=-1),
             (torch.float8_e4m3fn, torch.float32, torch.bfloat16),
             strict=True,
         )
     )
-    values = values.unflatten(-1, (groups, SCALE_GROUP)) * scales[..., None]
+    values = values.view(*scales.shape, SCALE_GROUP) * scales[..., None]
     return torch.cat((values.flatten(-2), rope), dim=-1)
 
 
