@@ -87,6 +87,8 @@ class StoreConformance:
     """`scan` finds every value."""
     exact_stats = True
     """`num_values` and `num_bytes` are those of this place, at any time."""
+    patience_s = 5.0
+    """Seconds after `close` in which files and threads may still go."""
     sizes: Sequence[int] = (1, 2, 3, 63, 4095, 4096, 4097, 65_537, (1 << 20) + 13, (3 << 20) - 1)
     """Lengths of values that are tried."""
 
@@ -579,7 +581,7 @@ class StoreConformance:
         before = _open_files(), threading.active_count()
         for _ in range(3):
             cycle()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + self.patience_s
         while (_open_files(), threading.active_count()) > before and time.monotonic() < deadline:
             time.sleep(0.02)
         assert _open_files() <= before[0]

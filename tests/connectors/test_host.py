@@ -6,14 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-
-pytest.register_assert_rewrite("kvtide.offload.conformance")
 
 from kvtide.connectors.host import HostConfig, HostConnector
 from kvtide.offload.conformance import StoreConformance
 from kvtide.offload.store import Store
-from kvtide.offload.values import HEADER_BYTES
 
 
 class TestHostConformance(StoreConformance):

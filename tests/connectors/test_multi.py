@@ -5,12 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.register_assert_rewrite("kvtide.offload.conformance")
-
 from kvtide.connectors.config import make_store
-from kvtide.connectors.multi import MultiConnector
 from kvtide.offload.conformance import StoreConformance
 from kvtide.offload.store import Store
 
