@@ -11,14 +11,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kvtide.offload.keys import StoreKey
-from kvtide.offload.sealing import landing, unseal
-from kvtide.offload.values import HEADER_BYTES, BadValue, Header, parse_header
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer, WriteableBuffer
+WritableBytes = bytearray | memoryview
+Bytes = bytes | bytearray | memoryview  # whose length is their bytes: views are cast to "B"
 
 PAGE = 4096
 # What the kernel says when bytes find no place: the disk, a quota, or the process's limit on a file's size.
@@ -26,57 +21,25 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 
 
-def write_all(fd: int, parts: Sequence[ReadableBuffer], offset: int) -> None:
+def write_all(fd: int, parts: Sequence[Bytes], offset: int) -> None:
     """Write the parts one after the other at `offset`, all of them; `OSError` where that cannot be."""
-    left = [memoryview(part).cast("B") for part in parts]
-    total = sum(map(len, left))
-    while True:
-        written = os.pwritev(fd, left, offset)
-        if written == total:
-            return
+    total = sum(map(len, parts))
+    while (written := os.pwritev(fd, parts, offset)) != total:
         if written == 0:
             raise OSError(errno.EIO, "wrote nothing")
         offset, total = offset + written, total - written
-        left = _after(left, written)
+        parts = _after(parts, written)
 
 
-def read_all(fd: int, parts: Sequence[WriteableBuffer], offset: int) -> int:
+def read_all(fd: int, parts: Sequence[WritableBytes], offset: int) -> int:
     """Fill the parts one after the other from `offset`; the bytes read, fewer than they hold only at the file's end."""
-    left = [memoryview(part).cast("B") for part in parts]
-    total, done = sum(map(len, left)), 0
-    while done < total:
-        read = os.preadv(fd, left, offset + done)
-        if read == 0:
-            break
+    done = read = os.preadv(fd, parts, offset)
+    total = sum(map(len, parts))
+    while read and done < total:
+        parts = _after(parts, read)
+        read = os.preadv(fd, parts, offset + done)
         done += read
-        if done < total:
-            left = _after(left, read)
     return done
-
-
-def read_value(
-    read: Callable[[Sequence[WriteableBuffer], int], int],
-    stored_bytes: int,
-    key: StoreKey,
-    view: memoryview,
-    max_value_bytes: int,
-) -> Header:
-    """Read a stored value, check it, and leave it in `view`; `BadValue` if it is not the value of the key.
-
-    `read(parts, skip)` reads the value's bytes from `skip` on. A raw value takes one call, straight into `view`.
-    """
-    start = bytearray(HEADER_BYTES)
-    at_once = stored_bytes == view.nbytes
-    read_bytes = read([start, view] if at_once else [start], 0)
-    header = parse_header(start, key, max_value_bytes=max_value_bytes)
-    place = landing(header, view)
-    if header.stored_bytes != stored_bytes:
-        raise BadValue("length differs")
-    payload_bytes = read_bytes - HEADER_BYTES if at_once and place is view else read([place], HEADER_BYTES)
-    if payload_bytes != place.nbytes:
-        raise BadValue("short payload")
-    unseal(header, place, view)
-    return header
 
 
 def fault_kind(error: OSError) -> str:
@@ -168,10 +131,11 @@ class OpenFiles:
             return self._opener(number)
 
 
-def _after(parts: list[memoryview], count: int) -> list[memoryview]:
+def _after(parts: Sequence[Bytes], count: int) -> list[memoryview]:
     """What is left of the parts after their first `count` bytes."""
-    for at, part in enumerate(parts):
+    left = []
+    for part in parts:
         if count < len(part):
-            return [part[count:], *parts[at + 1 :]]
-        count -= len(part)
-    return []
+            left.append(memoryview(part)[count:])
+        count = max(0, count - len(part))
+    return left

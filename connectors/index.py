@@ -1,4 +1,4 @@
-"""The index of a segment store: LMDB, from store key to the place of its value. It is the commit record.
+"""The index of a segment store: LMDB, from store key to the place of its value. It is the commit record of processes.
 
     key (32 bytes)  ->  segment (4) | slot (4) | stored bytes (8) | generation (8), little-endian
 
@@ -43,10 +43,9 @@ class Place(NamedTuple):
 class Index:
     """An open index. Every method may raise `lmdb.Error`; the caller makes it a status."""
 
-    def __init__(self, directory: Path, *, read_only: bool, sync: bool) -> None:
+    def __init__(self, directory: Path, *, read_only: bool) -> None:
         self._directory = directory
         self._read_only = read_only
-        self._sync = sync
         self._gate = threading.Condition()
         self._running = 0  # transactions that run; the map may only change while there are none
         self._changing = False
@@ -188,7 +187,7 @@ class Index:
             mode=0o700,
             readonly=self._read_only,
             create=not self._read_only,
-            sync=self._sync,
+            sync=False,  # segments are what is synced; see `recovery`
             readahead=False,
             max_readers=_MAX_READERS,
         )

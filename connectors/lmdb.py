@@ -8,10 +8,11 @@ reader that the writer overtook looks again.
     durability   what was acknowledged survives kill -9 of any process, always; and a loss of power:
     none         nothing is promised; what the kernel had written by then is found again
     interval     all that was acknowledged more than `sync_interval_s` before
-    strict       all of it, for one fdatasync and one commit on the disk per call of put
+    strict       all of it, for one fdatasync per call of put (and segment that it writes to)
 
-A restart after a kill finds everything; where the index is lost, damaged or not to be believed, it is built anew from
-the headers in the segments. A deleted value may come back then, an evicted one too: never another key's.
+A restart after a kill finds everything. After a loss of power, or where the index is lost or damaged, it is built anew
+from the headers in the segments, which are what was synced: a header and a checksum tell a whole value. A deleted value
+may come back then, and an evicted one; never another key's.
 
 `max_bytes` is a hard bound on the segments and the index together. Each size class has its own eviction policy; when
 there is no room for another segment, a class evicts its own next victim, or takes a whole segment from another class
@@ -24,9 +25,9 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import lmdb
 import msgspec
@@ -36,23 +37,23 @@ from kvtide.kvcache import ConfigError
 from kvtide.kvcache.sizes import parse_bytes
 from kvtide.offload.eviction import make_policy
 from kvtide.offload.keys import StoreKey
-from kvtide.offload.sealing import seal
 from kvtide.offload.store import Entry, Lease, Status, StoreStats
-from kvtide.offload.values import HEADER_BYTES, BadValue, Header, parse_header
+from kvtide.offload.values import HEADER_BYTES, BadValue, Header
 
 from . import recovery
-from .files import NO_ROOM, PAGE, fault_kind, read_value
+from .files import PAGE, fault_kind
 from .index import Index, Place
-from .recovery import Durability
+from .parallel import Parallel
 from .remote import CodecName, RemoteStore
-from .segments import Segment, Segments, now
+from .segment_reader import SegmentReader
+from .segment_writer import SegmentWriter
+from .segments import Segments, now
 from .space import Limits, Move, Space
+from .value_io import write_value
 
 _SEGMENTS = 64
 _MAX_SEGMENT_BYTES = 256 << 20
 _SAVE_USES_S = 10.0
-_GROUP_BYTES = 64 << 20
-_LOOKS = 4
 _SCAN_STEP = 1000
 
 
@@ -66,7 +67,7 @@ class LMDBConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = None
     eviction: Annotated[str, Meta(description="What goes first when the store is full: lru, s3fifo or arc.")] = "lru"
     durability: Annotated[
-        Durability,
+        Literal["none", "interval", "strict"],
         Meta(
             description="What survives a loss of power: nothing is promised (none), what is older than sync_interval_s "
             "(interval), everything (strict). A killed process loses nothing with any of them."
@@ -77,6 +78,9 @@ class LMDBConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         int | str | None, Meta(description="Length of a segment file; max_bytes / 64 and at most 256MiB by default.")
     ] = None
     codec: CodecName = "raw"
+    io_threads: Annotated[
+        int, Meta(description="Threads that share the values of one batch, the caller's among them.", ge=1, le=64)
+    ] = 4
     read_only: Annotated[bool, Meta(description="Whether to only load, beside the process that stores.")] = False
 
 
@@ -94,15 +98,13 @@ class LMDBConnector(RemoteStore):
         self._config = config
         self._limits = _limits(config)
         self._path = Path(config.path).expanduser()
-        self._strict = config.durability == "strict"
         self._lock = threading.RLock()  # guards the space
-        self._adding = threading.Lock()  # from looking whether a key is there to adding it
         self._doubtful = False  # whether the index failed in a way that its file may show
-        self._generations = count(time.time_ns())
         self._wake = threading.Event()
         self._keeper: threading.Thread | None = None
-        self._space: Space | None = None
-        self._writer = -1
+        self._space: Space | None = None  # what follows is the writing process's
+        self._writer: SegmentWriter | None = None
+        self._locked = -1
         make_policy(config.eviction)  # before anything is made for a name that is wrong
         recovery.prepare(self._path, read_only=config.read_only)
         try:
@@ -111,8 +113,14 @@ class LMDBConnector(RemoteStore):
                 self._index = self._open_to_read()
                 self.recovered = "read only"
             else:
-                self._writer = recovery.lock(self._path)
+                self._locked = recovery.lock(self._path)
                 self._open_to_write()
+            self._parallel = Parallel(config.io_threads, "kvtide-lmdb-io")
+            self._reader = SegmentReader(
+                self._segments, self._index, self._parallel, self._fault, discover=config.read_only
+            )
+            if self._space is not None:
+                self._start(self._space)
         except (OSError, lmdb.Error) as error:
             self._unlock()
             raise ConfigError(f"path {config.path!r} cannot be opened: {error}") from None
@@ -190,173 +198,17 @@ class LMDBConnector(RemoteStore):
             return self._index_failed(error, len(keys))
 
     def _get(self, keys: Sequence[StoreKey], views: Sequence[memoryview]) -> list[Status]:
-        statuses = [Status.MISS] * len(keys)
-        suspects: dict[int, tuple[Place, BadValue]] = {}
-        hits = []
-        todo = list(range(len(keys)))
         try:
-            for _ in range(_LOOKS):
-                places = self._index.lookup([keys[at] for at in todo])
-                found = [(place, at) for place, at in zip(places, todo, strict=True) if place is not None]
-                todo = []
-                for place, at in sorted(found):
-                    suspect = suspects.get(at)
-                    if suspect is not None and suspect[0] == place:
-                        statuses[at] = self._damaged(keys[at], *suspect)
-                        continue
-                    try:
-                        self._read(keys[at], place, views[at])
-                        statuses[at] = Status.HIT
-                        hits.append((keys[at], place))
-                    except BadValue as error:
-                        suspects[at] = place, error
-                        todo.append(at)
-                    except OSError as error:
-                        self._fault(fault_kind(error))
-                        statuses[at] = Status.ERROR
-                if not todo:
-                    break
-            self._used(hits)
+            found = self._reader.get(keys, views, self.max_value_bytes)
+            for at, place, error in found.damaged:
+                found.statuses[at] = self._damaged(keys[at], place, error)
+            self._used(found.hits)
         except lmdb.Error as error:
-            self._index_failed(error)
-            for at in todo:
-                statuses[at] = Status.ERROR
-        return statuses
+            return self._index_failed(error, len(keys))
+        return found.statuses
 
     def _put(self, keys: Sequence[StoreKey], views: Sequence[memoryview]) -> list[Status]:
-        if self._space is None:
-            return [Status.REFUSED] * len(keys)
-        results: dict[StoreKey, Status] = {}
-        statuses: list[Status] = []
-        group: dict[StoreKey, memoryview] = {}
-        for key, view in zip(keys, views, strict=True):
-            if key in self._space:
-                results.setdefault(key, Status.PRESENT)
-            elif key not in results and key not in group:
-                group[key] = view
-                if sum(map(len, group.values())) > _GROUP_BYTES:
-                    results.update(self._put_all(self._space, group))
-                    group = {}
-        results.update(self._put_all(self._space, group))
-        for key in keys:
-            statuses.append(results[key])
-            if results[key] is Status.STORED:
-                results[key] = Status.PRESENT
-        return statuses
-
-    def _put_all(self, space: Space, group: dict[StoreKey, memoryview]) -> dict[StoreKey, Status]:
-        """Store values, in more than one go where they need the slots of each other."""
-        results: dict[StoreKey, Status] = {}
-        while group:
-            done = self._put_group(space, group)
-            results.update(done)
-            group = {key: view for key, view in group.items() if done[key] is Status.FULL}
-            if Status.STORED not in done.values():
-                break
-        return results
-
-    def _put_group(self, space: Space, group: dict[StoreKey, memoryview]) -> dict[StoreKey, Status]:
-        """Store values that are not there: slots, data, the disk where promised, and then the index."""
-        packed = {key: self._packed(key, view) for key, view in group.items()} if self._codec is not None else {}
-        results: dict[StoreKey, Status] = {}
-        written: dict[StoreKey, tuple[Segment, Place]] = {}
-        try:
-            with self._lock:
-                slots = space.take([len(packed[key][1]) if packed else len(view) for key, view in group.items()])
-        except lmdb.Error as error:
-            return dict.fromkeys(group, self._index_failed(error)[0])
-        except OSError as error:
-            self._fault(fault_kind(error))
-            return dict.fromkeys(group, Status.ERROR)
-        for (key, view), slot in zip(group.items(), slots, strict=True):
-            if slot is None:
-                results[key] = Status.FULL
-                continue
-            try:
-                # Checksum and write one after the other, so that the second finds the bytes in the processor's cache.
-                header, payload, generation = packed.pop(key) if packed else self._packed(key, view)
-                self._write(space, *slot, header, payload)
-                written[key] = slot[0], Place(slot[0].number, slot[1], len(payload), generation)
-            except OSError as error:
-                self._fault(fault_kind(error))
-                with self._lock:
-                    space.release(*slot)
-                results[key] = Status.FULL if error.errno in NO_ROOM else Status.ERROR
-        if self._strict:
-            self._sync(space, written, results)
-        self._commit(space, written, results)
-        return results
-
-    def _packed(self, key: StoreKey, view: memoryview) -> tuple[bytes, memoryview, int]:
-        generation = next(self._generations)
-        return *seal(key, view, self._codec, generation), generation
-
-    def _write(self, space: Space, segment: Segment, slot: int, header: bytes, payload: memoryview) -> None:
-        try:
-            self._segments.write(segment, slot, header, payload)
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            with self._lock:
-                if not space.give_back():
-                    raise
-            self._segments.write(segment, slot, header, payload)
-
-    def _sync(
-        self, space: Space, written: dict[StoreKey, tuple[Segment, Place]], results: dict[StoreKey, Status]
-    ) -> None:
-        """Make what was written durable; what cannot be made so is not stored."""
-        for segment in {segment.number: segment for segment, _ in written.values()}.values():
-            try:
-                self._segments.sync_one(segment)
-            except OSError as error:
-                self._fault(fault_kind(error))
-                failed = [key for key, (where, _) in written.items() if where is segment]
-                status = Status.FULL if error.errno in NO_ROOM else Status.ERROR
-                self._give_up(space, {key: written.pop(key) for key in failed}, results, status)
-
-    def _commit(
-        self, space: Space, written: dict[StoreKey, tuple[Segment, Place]], results: dict[StoreKey, Status]
-    ) -> None:
-        with self._adding:
-            with self._lock:
-                lost = {key: each for key, each in written.items() if key in space}
-                self._give_up(space, lost, results, Status.PRESENT)
-            added = {key: place for key, (_, place) in written.items() if key not in lost}
-            try:
-                self._add(space, list(added.items()))
-            except lmdb.Error as error:
-                status = Status.FULL if error.code in NO_ROOM else self._index_failed(error)[0]
-                self._give_up(space, {key: written[key] for key in added}, results, status)
-                return
-            with self._lock:
-                for key, place in added.items():
-                    space.settle(key, place)
-                    results[key] = Status.STORED
-
-    def _add(self, space: Space, entries: list[tuple[StoreKey, Place]]) -> None:
-        try:
-            self._index.add(entries)
-        except lmdb.Error as error:
-            if error.code not in NO_ROOM:
-                raise
-            self._fault(os.strerror(error.code).lower())
-            with self._lock:
-                if not space.give_back():
-                    raise
-            self._index.add(entries)
-
-    def _give_up(
-        self,
-        space: Space,
-        written: dict[StoreKey, tuple[Segment, Place]],
-        results: dict[StoreKey, Status],
-        status: Status,
-    ) -> None:
-        with self._lock:
-            for key, (segment, place) in written.items():
-                space.release(segment, place.slot)
-                results[key] = status
+        return [Status.REFUSED] * len(keys) if self._writer is None else self._writer.put(keys, views)
 
     def _delete(self, keys: Sequence[StoreKey]) -> list[Status]:
         if self._space is None:
@@ -376,23 +228,10 @@ class LMDBConnector(RemoteStore):
 
     def _headers(self, keys: Sequence[StoreKey]) -> list[Header | None]:
         try:
-            return [self._header_at(key, place) for key, place in zip(keys, self._index.lookup(keys), strict=True)]
+            return self._reader.headers(keys, self.max_value_bytes)
         except lmdb.Error as error:
             self._index_failed(error)
             return [None] * len(keys)
-
-    def _header_at(self, key: StoreKey, place: Place | None) -> Header | None:
-        if place is None:
-            return None
-        start = bytearray(HEADER_BYTES)
-        try:
-            self._segments.read(self._segment(place), place.slot, [start])
-            return parse_header(start, key, max_value_bytes=self.max_value_bytes)
-        except OSError as error:
-            self._fault(fault_kind(error))
-        except BadValue:
-            pass
-        return None
 
     def _shut(self) -> None:
         if self._keeper is not None:
@@ -405,37 +244,13 @@ class LMDBConnector(RemoteStore):
                 self._index.flush()
             self._index.close()
             if self._space is not None and not self._doubtful:
-                recovery.seal(self._path, self._config.durability)
+                recovery.seal(self._path)
         except (OSError, lmdb.Error) as error:  # not sealed, so the next opening checks everything
             self._fault(str(error).lower())
         finally:
+            self._parallel.close()
             self._segments.close()
             self._unlock()
-
-    def _read(self, key: StoreKey, place: Place, view: memoryview) -> None:
-        try:
-            segment = self._segment(place)
-            header = read_value(
-                lambda parts, skip: self._segments.read(segment, place.slot, parts, skip=skip),
-                place.stored_bytes,
-                key,
-                view,
-                self.max_value_bytes,
-            )
-        except FileNotFoundError:
-            raise BadValue("no segment") from None
-        if header.generation != place.generation:
-            raise BadValue("other generation")
-
-    def _segment(self, place: Place) -> Segment:
-        segment = self._segments.by_number.get(place.segment)
-        if segment is None and self._space is None:
-            with self._lock:
-                self._segments.discover()
-            segment = self._segments.by_number.get(place.segment)
-        if segment is None or place.slot >= segment.num_slots:
-            raise FileNotFoundError
-        return segment
 
     def _damaged(self, key: StoreKey, place: Place, error: BadValue) -> Status:
         status = self._bad(error)
@@ -454,8 +269,11 @@ class LMDBConnector(RemoteStore):
     def _copy(self, moves: Sequence[Move]) -> None:
         for move in moves:
             data = bytearray(HEADER_BYTES + move.place.stored_bytes)
-            self._segments.read(move.segment, move.place.slot, [data])
-            self._segments.write(move.target, move.slot, bytes(data[:HEADER_BYTES]), memoryview(data)[HEADER_BYTES:])
+            self._segments.read(move.segment, move.place.slot, (data,))
+            view = memoryview(data)
+            with self._segments.opened(move.target) as fd:
+                move.target.dirty = True
+                write_value(fd, move.target.offset(move.slot), view[:HEADER_BYTES], view[HEADER_BYTES:])
         if self._config.durability != "none":
             for target in {move.target.number: move.target for move in moves}.values():
                 self._segments.sync_one(target)
@@ -466,11 +284,11 @@ class LMDBConnector(RemoteStore):
                 f"path {str(self._path)!r} holds a store whose writer died and whose index is damaged; "
                 "the next writer will mend it"
             )
-        return Index(self._path / "index", read_only=True, sync=False)
+        return Index(self._path / "index", read_only=True)
 
     def _open_to_write(self) -> None:
         self._segments = Segments(self._path / "segments", read_only=False)
-        found = recovery.recover(self._path, self._segments, self._config.durability, self.max_value_bytes)
+        found = recovery.recover(self._path, self._segments, self.max_value_bytes)
         self._index, self.recovered = found.opened, found.how
         self._space = Space(
             self._segments,
@@ -480,6 +298,19 @@ class LMDBConnector(RemoteStore):
             durable=self._config.durability != "none",
         )
         self._space.load(found.entries)
+
+    def _start(self, space: Space) -> None:
+        self._writer = SegmentWriter(
+            self._segments,
+            self._index,
+            space,
+            self._lock,
+            self._parallel,
+            self._codec,
+            strict=self._config.durability == "strict",
+            fault=self._fault,
+            index_fault=self._note_index_fault,
+        )
         self._keeper = threading.Thread(target=self._keep, name="kvtide-lmdb", daemon=True)
         self._keeper.start()
 
@@ -495,21 +326,23 @@ class LMDBConnector(RemoteStore):
                     self._index.forget_dead_readers()
                 if self._config.durability == "interval":
                     self._segments.sync()
-                    self._index.flush()
             except OSError as error:
                 self._fault(fault_kind(error))
             except lmdb.Error as error:
                 self._index_failed(error)
 
     def _index_failed(self, error: lmdb.Error, count: int = 1) -> list[Status]:
-        self._doubtful = True
-        self._fault(f"index: {type(error).__name__}")
+        self._note_index_fault(error)
         return [Status.ERROR] * count
 
+    def _note_index_fault(self, error: lmdb.Error) -> None:
+        self._doubtful = True
+        self._fault(f"index: {type(error).__name__}")
+
     def _unlock(self) -> None:
-        if self._writer >= 0:
-            os.close(self._writer)
-            self._writer = -1
+        if self._locked >= 0:
+            os.close(self._locked)
+            self._locked = -1
 
 
 def _limits(config: LMDBConfig) -> Limits:

@@ -6,10 +6,11 @@
     <path>/index/              LMDB
     <path>/segments/           the values
 
-The index is believed when it is what a closing writer sealed; when the writer died and the machine did not, so that
-nothing written is lost, and `lmdb.verify` finds no fault; and after the machine died too if every commit was synced.
-Otherwise it is built anew from the headers in the segments, which finds every value whose data is on the disk. LMDB
-itself is never given a file that was not checked: it maps it, and a wrong page number would end the process.
+The index is believed when it is what a closing writer sealed, and when the writer died but the machine did not, so
+that nothing written is lost, and `lmdb.verify` finds no fault. Otherwise, after a loss of power in particular, it is
+built anew from the headers in the segments, which finds every value whose data is on the disk: commits need not be
+synced. LMDB itself is never given a file that was not checked: it maps it, and a wrong page number would end the
+process.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from .index import Index, Place
 from .segments import Segment, Segments
 
 FORMAT = 1
-Durability = Literal["none", "interval", "strict"]
 
 _SCAN_THREADS = 16
 _SCAN_COMMIT = 100_000
@@ -47,7 +47,6 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
     clean: bool
     boot: str
-    durability: Durability
     index_bytes: int = 0
     index_digest: str = ""
 
@@ -112,22 +111,18 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def recover(path: Path, segments: Segments, durability: Durability, max_value_bytes: int) -> Recovered:
+def recover(path: Path, segments: Segments, max_value_bytes: int) -> Recovered:
     """The index to write to, for the holder of the lock; leaves the state marked as not closed."""
     trust = _trust(path)
-    sync = durability == "strict"
     shutil.rmtree(path / "index.new", ignore_errors=True)
     for part in path.glob("state.json.*"):
         part.unlink()
-    save_state(path, State(clean=False, boot=_boot(), durability=durability))
+    save_state(path, State(clean=False, boot=_boot()))
     if trust is not None:
         try:
-            index = Index(path / "index", read_only=False, sync=sync)
+            index = Index(path / "index", read_only=False)
             entries = _claim(index, segments)
             if entries is not None:
-                if trust == "checked":
-                    segments.sync()
-                    index.flush()
                 return Recovered(index, entries, trust)
             index.close()
         except lmdb.Error:
@@ -135,7 +130,7 @@ def recover(path: Path, segments: Segments, durability: Durability, max_value_by
     empty = not segments.by_number
     entries = _scan(segments, max_value_bytes)
     _write_anew(path, entries)
-    index = Index(path / "index", read_only=False, sync=sync)
+    index = Index(path / "index", read_only=False)
     for _, place in entries:
         segments.by_number[place.segment].claim(place.slot)
     return Recovered(index, entries, "new" if empty else "rebuilt")
@@ -146,10 +141,10 @@ def is_believable(path: Path) -> bool:
     return is_locked(path) or _trust(path) is not None
 
 
-def seal(path: Path, durability: Durability) -> None:
+def seal(path: Path) -> None:
     """Note that the index, closed and synced, is whole."""
     size, digest = _digest(path / "index" / "data.mdb")
-    state = State(clean=True, boot=_boot(), durability=durability, index_bytes=size, index_digest=digest)
+    state = State(clean=True, boot=_boot(), index_bytes=size, index_digest=digest)
     save_state(path, state)
 
 
@@ -172,7 +167,7 @@ def _trust(path: Path) -> Literal["sealed", "checked"] | None:
         state = msgspec.json.decode((path / "state.json").read_bytes(), type=State)
         if state.clean:
             return "sealed" if (state.index_bytes, state.index_digest) == _digest(data) else None
-        if state.boot != _boot() and state.durability != "strict":
+        if state.boot != _boot():
             return None
         return None if lmdb.verify.verify(str(data)) else "checked"  # type: ignore[no-untyped-call]
     except (OSError, msgspec.MsgspecError, lmdb.verify.VerifyError):
@@ -224,7 +219,7 @@ def _scan(segments: Segments, max_value_bytes: int) -> list[tuple[StoreKey, Plac
 def _write_anew(path: Path, entries: list[tuple[StoreKey, Place]]) -> None:
     fresh = path / "index.new"
     make_private(fresh)
-    index = Index(fresh, read_only=False, sync=False)
+    index = Index(fresh, read_only=False)
     for at in range(0, len(entries), _SCAN_COMMIT):
         index.add(entries[at : at + _SCAN_COMMIT])
     index.flush()

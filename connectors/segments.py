@@ -25,19 +25,14 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvtide.offload.values import HEADER_BYTES
 
-from .files import PAGE, OpenFiles, read_all, sync_directory, write_all
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer, WriteableBuffer
+from .files import PAGE, OpenFiles, WritableBytes, read_all, sync_directory, write_all
 
 _NAME = re.compile(r"([0-9a-f]{1,8})-([0-9a-f]{1,16})-([0-9a-f]{1,8})\.segment")
-_ZEROS = bytes(PAGE)
 _EPOCH = 1_767_225_600  # 2026-01-01
 _OPEN_FILES = 128
 
@@ -82,6 +77,10 @@ class Segment:
     def name(self) -> str:
         """The file's name."""
         return f"{self.number:08x}-{self.slot_bytes:x}-{self.num_slots:x}.segment"
+
+    def offset(self, slot: int) -> int:
+        """Where a slot begins in the file."""
+        return slot * self.slot_bytes
 
     def take(self) -> int:
         """A free slot, now taken; the lowest first in a fresh segment."""
@@ -172,25 +171,27 @@ class Segments:
             (self.directory / segment.name).unlink()
         self._files.forget(segment.number)
 
-    def write(self, segment: Segment, slot: int, header: bytes, payload: ReadableBuffer) -> None:
-        """Write a value into its slot, to the end of its last page so that no page must be read first."""
-        view = memoryview(payload).cast("B")
-        padding = _ZEROS[: -(len(header) + len(view)) % PAGE]
-        with self._opened(segment) as fd:
-            segment.dirty = True
-            write_all(fd, (header, view, padding), slot * segment.slot_bytes)
+    @contextmanager
+    def opened(self, segment: Segment) -> Iterator[int]:
+        """A descriptor of a segment's file, for reads and writes at `slot * slot_bytes`."""
+        fd = self._files.take(segment.number)
+        try:
+            yield fd
+        finally:
+            self._files.give(segment.number, fd)
 
-    def read(self, segment: Segment, slot: int, parts: Sequence[WriteableBuffer], *, skip: int = 0) -> int:
-        """Read a slot's bytes from `skip` on into the parts; the bytes read."""
-        with self._opened(segment) as fd:
-            return read_all(fd, parts, slot * segment.slot_bytes + skip)
+    def read(self, segment: Segment, slot: int, parts: Sequence[WritableBytes]) -> int:
+        """Read a slot's first bytes into the parts; the bytes read."""
+        with self.opened(segment) as fd:
+            return read_all(fd, parts, slot * segment.slot_bytes)
 
     def headers(self, segment: Segment) -> Iterator[tuple[int, bytes]]:
         """The first bytes of every slot, from the disk."""
         header = bytearray(HEADER_BYTES)
-        for slot in range(segment.num_slots):
-            if self.read(segment, slot, [header]) == HEADER_BYTES and any(header[:4]):
-                yield slot, bytes(header)
+        with self.opened(segment) as fd:
+            for slot in range(segment.num_slots):
+                if read_all(fd, (header,), segment.offset(slot)) == HEADER_BYTES and any(header[:4]):
+                    yield slot, bytes(header)
 
     def sync(self) -> None:
         """Make what was written so far durable. `OSError` where that fails, and it is tried again the next time."""
@@ -203,7 +204,7 @@ class Segments:
         """Make one segment durable."""
         segment.dirty = False
         try:
-            with self._opened(segment) as fd:
+            with self.opened(segment) as fd:
                 os.fdatasync(fd)
         except OSError:
             segment.dirty = True
@@ -214,7 +215,7 @@ class Segments:
         for segment in list(self.by_number.values()):
             if segment.stale:
                 segment.stale = False
-                with contextlib.suppress(FileNotFoundError), self._opened(segment) as fd:
+                with contextlib.suppress(FileNotFoundError), self.opened(segment) as fd:
                     write_all(fd, [bytes(segment.uses)], segment.num_slots * segment.slot_bytes)
 
     def load_uses(self, segment: Segment) -> None:
@@ -227,14 +228,6 @@ class Segments:
     def close(self) -> None:
         """Close the files."""
         self._files.close()
-
-    @contextmanager
-    def _opened(self, segment: Segment) -> Iterator[int]:
-        fd = self._files.take(segment.number)
-        try:
-            yield fd
-        finally:
-            self._files.give(segment.number, fd)
 
     def _open(self, number: int) -> int:
         segment = self.by_number.get(number)

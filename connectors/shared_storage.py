@@ -20,7 +20,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
@@ -34,10 +35,12 @@ from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Entry, Lease, Status, StoreStats
 from kvtide.offload.values import HEADER_BYTES, BadValue, Header, parse_header
 
-from .files import NO_ROOM, fault_kind, read_all, read_value
+from .files import NO_ROOM, fault_kind, read_all, write_all
 from .leases import Holds
+from .parallel import Parallel
 from .remote import CodecName, RemoteStore
 from .shared_tree import Tree
+from .value_io import read_value, write_raw
 
 _TOUCH_S = 3600.0
 _QUARANTINE_S = 86_400.0
@@ -64,6 +67,9 @@ class SharedStorageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         float, Meta(description="Seconds after which an unfinished file counts as left by a dead writer.", ge=1)
     ] = 3600.0
     codec: CodecName = "raw"
+    io_threads: Annotated[
+        int, Meta(description="Threads that share the values of one batch, the caller's among them.", ge=1, le=64)
+    ] = 4
     read_only: Annotated[bool, Meta(description="Whether to only load.")] = False
 
 
@@ -85,6 +91,7 @@ class SharedStorageConnector(RemoteStore):
                 os.scandir(root).close()
         except OSError as error:
             raise ConfigError(f"shared_storage_path {str(root)!r} cannot be used: {error.strerror}") from None
+        self._parallel = Parallel(config.io_threads, "kvtide-shared-io")
         self._holds = Holds()
         self._lock = threading.Lock()  # guards what follows
         self._seen: list[int] | None = None  # values and bytes in the tree, as far as this engine knows
@@ -154,7 +161,14 @@ class SharedStorageConnector(RemoteStore):
             return self._failed(error)
 
     def _get(self, keys: Sequence[StoreKey], views: Sequence[memoryview]) -> list[Status]:
-        return [self._get_one(key, view) for key, view in zip(keys, views, strict=True)]
+        statuses = [Status.ERROR] * len(keys)
+
+        def get(places: Sequence[int]) -> None:
+            for at in places:
+                statuses[at] = self._get_one(keys[at], views[at])
+
+        self._parallel.run(get, range(len(keys)), sum(map(len, views)))
+        return statuses
 
     def _get_one(self, key: StoreKey, view: memoryview) -> Status:
         try:
@@ -172,7 +186,7 @@ class SharedStorageConnector(RemoteStore):
         found = os.fstat(fd)
         stored_bytes = found.st_size - HEADER_BYTES
         try:
-            read_value(lambda parts, skip: read_all(fd, parts, skip), stored_bytes, key, view, self.max_value_bytes)
+            read_value(fd, 0, stored_bytes, key, view, self.max_value_bytes)
         except BadValue as error:
             status = self._bad(error)
             if status is Status.CORRUPT and not self._config.read_only and self._tree.set_aside(key, fd):
@@ -185,25 +199,42 @@ class SharedStorageConnector(RemoteStore):
     def _put(self, keys: Sequence[StoreKey], views: Sequence[memoryview]) -> list[Status]:
         if self._config.read_only:
             return [Status.REFUSED] * len(keys)
-        return [self._put_one(key, view) for key, view in zip(keys, views, strict=True)]
+        statuses = [Status.ERROR] * len(keys)
+        first = {key: at for at, key in reversed(list(enumerate(keys)))}
+
+        def put(places: Sequence[int]) -> None:
+            for at in places:
+                statuses[at] = self._put_one(keys[at], views[at])
+
+        self._parallel.run(put, list(first.values()), sum(map(len, views)))
+        for at, key in enumerate(keys):
+            if at != first[key]:
+                there = statuses[first[key]]
+                statuses[at] = Status.PRESENT if there is Status.STORED else there
+        return statuses
 
     def _put_one(self, key: StoreKey, view: memoryview) -> Status:
         try:
             if self._tree.has(key):
                 return Status.PRESENT
-            header, payload = self._seal(key, view)
-            size = len(header) + len(payload)
+            if self._codec is None:
+                size = HEADER_BYTES + len(view)
+                publish = partial(write_raw, offset=0, key=key, view=view, generation=0, pad=False)
+            else:
+                parts = self._seal(key, view)
+                size = sum(map(len, parts))
+                publish = partial(write_all, parts=parts, offset=0)
             if not self._make_room(size):
                 return Status.FULL
             try:
-                self._publish(key, header, payload)
+                self._publish(key, publish, size)
             except OSError as error:
                 if error.errno not in NO_ROOM:
                     raise
                 self._fault(fault_kind(error))
                 if not self._evict(size):
                     return Status.FULL
-                self._publish(key, header, payload)
+                self._publish(key, publish, size)
         except OSError as error:
             if error.errno in NO_ROOM:
                 self._fault(fault_kind(error))
@@ -211,9 +242,8 @@ class SharedStorageConnector(RemoteStore):
             return self._failed(error)
         return Status.STORED
 
-    def _publish(self, key: StoreKey, header: bytes, payload: memoryview) -> None:
-        self._tree.publish(key, (header, payload), durable=self._config.durability == "strict")
-        size = len(header) + len(payload)
+    def _publish(self, key: StoreKey, write: Callable[[int], None], size: int) -> None:
+        self._tree.publish(key, write, size, durable=self._config.durability == "strict")
         self._changed(1, size)
         with self._lock:
             self._written += size
@@ -244,7 +274,7 @@ class SharedStorageConnector(RemoteStore):
             if fd is None:
                 return None
             try:
-                read_all(fd, [data], 0)
+                read_all(fd, (data,), 0)
             finally:
                 os.close(fd)
             return parse_header(data, key, max_value_bytes=self.max_value_bytes)
@@ -255,7 +285,7 @@ class SharedStorageConnector(RemoteStore):
         return None
 
     def _shut(self) -> None:
-        pass
+        self._parallel.close()
 
     def _make_room(self, size: int) -> bool:
         """Whether `size` more bytes fit, after removing others if that takes it. One thread at a time removes."""

@@ -13,17 +13,14 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvtide.offload.keys import SPACE_BYTES, StoreKey
 
-from .files import make_private, sync_directory, write_all
+from .files import make_private, sync_directory
 from .remote import key_of
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 _FORMAT = "kvtide-1"
 _FAN_OUT = 3
@@ -73,20 +70,23 @@ class Tree:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def publish(self, key: StoreKey, parts: Sequence[ReadableBuffer], *, durable: bool) -> None:
-        """Write a value under a name of its own, then rename it; on `OSError` nothing of it is left."""
+    def publish(self, key: StoreKey, write: Callable[[int], None], size: int, *, durable: bool) -> None:
+        """Have a value of `size` bytes written under a name of its own, then rename it; on `OSError` nothing is left.
+
+        `write` is given the descriptor.
+        """
         path = self.path(key)
         directory, _, name = path.rpartition("/")
         part = f"{directory}/.{name.removesuffix('.kv')}.{_unique()}.part"
         fd = self._create(part, directory)
         try:
             try:
-                write_all(fd, parts, 0)
+                write(fd)
                 if durable:
                     os.fsync(fd)
             finally:
                 os.close(fd)  # NFS tells of a full disk only here
-            self._rename(part, path, sum(memoryview(each).nbytes for each in parts))
+            self._rename(part, path, size)
         except OSError:
             with contextlib.suppress(OSError):
                 os.unlink(part)  # noqa: PTH108
