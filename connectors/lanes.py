@@ -28,15 +28,24 @@ ALIGNMENT = 4096  # of memory, and of the places in it: what direct I/O asks for
 Result = TypeVar("Result")
 
 
+class Memory:
+    """Page-aligned memory for a library: `view` starts at `address`."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._map = mmap.mmap(-1, num_bytes)
+        self.view = memoryview(self._map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+
 class Lane:
     """One thread and its memory: `memory` starts at `address`, page-aligned. `context` is the owner's, per lane."""
 
     def __init__(self, lanes: Lanes, num_bytes: int, name: str) -> None:
         self._lanes = lanes
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._map = mmap.mmap(-1, num_bytes)
-        self.memory = memoryview(self._map)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        memory = Memory(num_bytes)
+        self.memory = memory.view
+        self.address = memory.address
         self.context: Any = None
         self.hung = False
         threading.Thread(target=self._loop, name=name, daemon=True).start()

@@ -8,6 +8,7 @@ a handle is released, and what it refers to deregistered, only after its transfe
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -43,13 +44,16 @@ class Agent:
         parameters: Mapping[str, str],
         remote_kind: Literal["FILE", "OBJ", "DRAM"],
         package: str = "nixl",
+        *,
+        progress_thread: bool = False,
     ) -> None:
         api = nixl_api(package)
         self.plugin = plugin
         self.name = f"kvtide-{uuid.uuid4().hex}"
         self._remote_kind = remote_kind
-        # Without a progress thread: this agent's one thread makes progress by asking.
-        self.agent = api.nixl_agent(self.name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+        # A progress thread is for an agent that peers read from; one that reads makes progress by asking.
+        config = api.nixl_agent_config(enable_prog_thread=progress_thread, backends=[])
+        self.agent = api.nixl_agent(self.name, config)
         try:
             self.agent.create_backend(plugin, dict(parameters))
         except Exception as error:  # NIXL's errors have no base of their own
@@ -61,6 +65,19 @@ class Agent:
     def register(self, address: int, length: int) -> Any:
         """Register memory for as long as the agent lives."""
         return self.agent.register_memory([(address, length, 0, "")], "DRAM", backends=[self.plugin])
+
+    def metadata(self) -> bytes:
+        """What a peer needs to read the memory that is registered by now."""
+        return bytes(self.agent.get_agent_metadata())
+
+    def meet(self, metadata: bytes) -> None:
+        """Make a peer's memory known."""
+        self.agent.add_remote_agent(metadata)
+
+    def forget(self, peer: str) -> None:
+        """Drop a peer, after a fault too: until it is met anew, NIXL refuses every transfer with it."""
+        with contextlib.suppress(Exception):  # NIXL has dropped it already
+            self.agent.remove_remote_agent(peer)
 
     def move(
         self, operation: Literal["READ", "WRITE"], pieces: Sequence[Piece], peer: str | None = None

@@ -65,7 +65,7 @@ class Service:
     def paused(self) -> Iterator[None]:
         """Hang it for as long as the block runs: it keeps its connections and answers nothing."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        pause(self._process.pid)
         try:
             yield
         finally:
@@ -229,6 +229,17 @@ def _certificate(folder: Path) -> None:
     server += ["-addext", "basicConstraints=critical,CA:FALSE"]
     for arguments in (ca, server):
         subprocess.run([*new, *arguments], check=True, capture_output=True)
+
+
+def pause(pid: int) -> None:
+    """Stop a process, and wait until all of it has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    wait_for(lambda: all(_state(task / "stat") in "TZ" for task in tasks.iterdir()))
+
+
+def _state(stat: Path) -> str:
+    return stat.read_text().rpartition(")")[2].split()[0]
 
 
 def after(seconds: float, call: Callable[[], None]) -> threading.Timer:

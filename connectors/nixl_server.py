@@ -1,0 +1,171 @@
+"""PeerServer: serves what a store holds to other engines' `NixlPeerConnector`s, by NIXL's UCX.
+
+    with PeerServer(store, host="10.0.0.5") as server:
+        print(server.address)
+
+Each connection has a thread and a share of registered memory. A fetch copies values from the store into the share,
+checked by the store as any read of it, under headers that carry a number which no other value of the server has; then
+the reader takes them from there. The share belongs to the connection until it ends, so that nothing has to be locked
+in the store while a peer reads, and a peer that stalls holds up nobody. The port answers whoever reaches it: bind it to
+the network of the engines only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import secrets
+import socket
+import threading
+
+import msgspec
+
+from kvtide.kvcache import ConfigError, KvtideError
+from kvtide.kvcache.sizes import parse_bytes
+from kvtide.offload.store import Status, Store
+from kvtide.offload.values import HEADER_BYTES, Header, make_header
+
+from .lanes import Memory, aligned
+from .nixl_agent import Agent
+from .peer_messages import Answer, AnyRequest, Contains, Fetch, Heads, Hello, Scan, Stats, receive_request, send
+
+
+class PeerServer:
+    """Serves a store, which stays its owner's to close. `ConfigError` when UCX or the address cannot be had."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        connections: int = 8,
+        share_bytes: int | str = "64MiB",
+        package: str = "nixl",
+    ) -> None:
+        self._store = store
+        self._share_bytes = aligned(parse_bytes(share_bytes))
+        self._memory = Memory(connections * self._share_bytes)
+        # With a progress thread, since peers read while nobody here asks the agent for anything.
+        self._agent = Agent("UCX", {}, "DRAM", package, progress_thread=True)
+        self._agent.register(self._memory.address, len(self._memory.view))
+        self._metadata = self._agent.metadata()
+        self._free = list(range(connections))
+        self._numbers = itertools.count(secrets.randbits(56))
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+        try:
+            self._listener = socket.create_server((host, port))
+        except OSError as error:
+            raise ConfigError(f"a peer server cannot listen on {host}:{port}: {error.strerror}") from None
+        self._acceptor = threading.Thread(target=self._accept, name="kvtide-peer-server", daemon=True)
+        self._acceptor.start()
+
+    @property
+    def address(self) -> str:
+        """host:port that it serves on."""
+        host, port = self._listener.getsockname()[:2]
+        return f"{host}:{port}"
+
+    def close(self) -> None:
+        """End every connection. A reader in a transfer gets an error."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            connections = list(self._open)
+        for connection in (self._listener, *connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._acceptor.join()
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> PeerServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with self._lock:
+                if self._closed:
+                    connection.close()
+                    return
+                self._open.add(connection)
+            thread = threading.Thread(target=self._serve, args=(connection,), name="kvtide-peer", daemon=True)
+            self._threads = [*(thread for thread in self._threads if thread.is_alive()), thread]
+            thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        share: int | None = None
+        try:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a reader's machine may be gone
+            with connection, contextlib.suppress(OSError, msgspec.MsgspecError):
+                while True:
+                    request = receive_request(connection)
+                    if share is None:
+                        with self._lock:
+                            share = self._free.pop() if self._free and isinstance(request, Hello) else None
+                    if share is None:
+                        send(connection, Answer())
+                        return
+                    try:
+                        answer = self._answer(request, share)
+                    except KvtideError:  # no key, or lengths that are none
+                        return
+                    send(connection, answer)
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+                if share is not None:
+                    self._free.append(share)
+
+    def _answer(self, request: AnyRequest, share: int) -> Answer:
+        match request:
+            case Hello():
+                address = self._memory.address + share * self._share_bytes
+                return Answer(self._agent.name, self._metadata, address, self._share_bytes)
+            case Contains():
+                return Answer(statuses=[int(status) for status in self._store.contains(request.keys)])
+            case Fetch():
+                return self._fetch(request, share)
+            case Heads():
+                return Answer(heads=[_plain(head) for head in self._store.headers(request.keys)])
+            case Scan():
+                rest = (entry for entry in self._store.scan() if entry.key > request.after)
+                return Answer(entries=[(entry.key, entry.num_bytes) for entry in heapq.nsmallest(request.most, rest)])
+            case Stats():
+                stats = self._store.stats()
+                return Answer(counts=(stats.num_values, stats.num_bytes, stats.capacity_bytes))
+
+    def _fetch(self, request: Fetch, share: int) -> Answer:
+        begin = share * self._share_bytes
+        mine = self._memory.view[begin : begin + self._share_bytes]
+        places = [
+            mine[offset : offset + HEADER_BYTES + length]
+            for length, offset in zip(request.lengths, request.offsets, strict=False)
+        ]
+        for place, length in zip(places, request.lengths, strict=False):
+            if length < 0 or len(place) != HEADER_BYTES + length:
+                raise KvtideError("a fetch beyond its share")
+        statuses = self._store.get_into(request.keys, [place[HEADER_BYTES:] for place in places])
+        numbers = [next(self._numbers) for _ in statuses]
+        for key, place, status, number in zip(request.keys, places, statuses, numbers, strict=True):
+            if status is Status.HIT:
+                payload = place[HEADER_BYTES:]
+                place[:HEADER_BYTES] = make_header(key, payload, raw_bytes=payload.nbytes, generation=number)
+        return Answer(statuses=[int(status) for status in statuses], numbers=numbers)
+
+
+def _plain(head: Header | None) -> tuple[int, int, int, int, bytes, bytes] | None:
+    return None if head is None else (*head,)

@@ -1,0 +1,270 @@
+"""NixlPeerConnector and PeerServer over UCX: conformance in one process, faults between two."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import services
+
+from kvtide.connectors.host import HostConfig, HostConnector
+from kvtide.connectors.nixl_peer import NixlPeerConfig, NixlPeerConnector
+from kvtide.connectors.nixl_server import PeerServer
+from kvtide.connectors.peer_messages import Fetch
+from kvtide.kvcache import ConfigError, KvtideError
+from kvtide.offload.conformance import StoreConformance, key_of, value_of
+from kvtide.offload.store import Entry, Status, Store, StoreStats
+from kvtide.offload.values import HEADER_BYTES, Header
+
+PACKAGE = "nixl_cu12"
+pytest.importorskip("nixl_cu12", exc_type=ImportError)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def loopback() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCX_NET_DEVICES", "lo")
+        yield
+
+
+def open_peer(address: str, **settings: Any) -> NixlPeerConnector:
+    fixed = {"address": address, "package": PACKAGE, "lane_bytes": "8MiB", "timeout_seconds": 20.0}
+    return NixlPeerConnector(NixlPeerConfig(**{**fixed, **settings}))
+
+
+class Served(Store):
+    """A host store, written to directly and read through a peer: what the conformance suite asks of one store."""
+
+    def __init__(self) -> None:
+        self.host = HostConnector(HostConfig(max_bytes="64MiB"))
+        self.server = PeerServer(self.host, connections=2, share_bytes="8MiB", package=PACKAGE)
+        self.peer = open_peer(self.server.address)
+
+    def contains(self, keys: Sequence[bytes]) -> list[Status]:
+        return self.peer.contains(keys)
+
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[Status]:
+        return self.peer.get_into(keys, buffers)
+
+    def headers(self, keys: Sequence[bytes]) -> list[Header | None]:
+        return self.peer.headers(keys)
+
+    def scan(self) -> Iterator[Entry]:
+        return self.peer.scan()
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[Status]:
+        return self.host.put(keys, buffers)
+
+    def delete(self, keys: Sequence[bytes]) -> list[Status]:
+        return self.host.delete(keys)
+
+    def stats(self) -> StoreStats:
+        stats = self.peer.stats()
+        stats.outcomes += self.host.stats().outcomes
+        return stats
+
+    def close(self) -> None:
+        self.peer.close()
+        self.server.close()
+        self.host.close()
+
+
+class TestPeer(StoreConformance):
+    holds = False
+    scans = True
+    # What is about putting and deleting is the host store's, and what is about closing is tried below.
+    test_outcomes_are_counted_and_looking_is_not = None
+    test_a_value_above_the_bound_is_refused = None
+    test_closing_leaves_no_files_and_no_threads = None
+    test_closing_waits_for_running_calls = None
+    test_a_value_of_another_length_is_never_served = None
+    test_accounting_is_exact_and_returns_to_nothing = None
+
+    def open_store(self, place: Any) -> Store:
+        return Served()
+
+
+SERVER = """
+import sys, time
+from kvtide.connectors.host import HostConfig, HostConnector
+from kvtide.connectors.nixl_server import PeerServer
+port, count, size = map(int, sys.argv[1:])
+store = HostConnector(HostConfig(max_bytes="256MiB"))
+keys = [bytes([i + 1]) * 32 for i in range(count)]
+store.put(keys, [key * (size // 32) for key in keys])
+server = PeerServer(store, port=port, connections=2, share_bytes="128MiB", package="nixl_cu12")
+print(server.address, flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def serving(count: int, size: int, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Another process that holds `count` values of `size` bytes; and its address."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(port), str(count), str(size)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def read(store: Store, count: int, size: int) -> list[Status]:
+    """Read all; whatever is HIT is right."""
+    keys = [bytes([i + 1]) * 32 for i in range(count)]
+    buffers = [bytearray(size) for _ in keys]
+    statuses = store.get_into(keys, buffers)
+    for key, buffer, status in zip(keys, buffers, statuses, strict=True):
+        assert status is not Status.HIT or buffer == key * (size // 32)
+    return statuses
+
+
+def test_a_peer_that_is_killed_mid_read_is_an_error_and_one_that_comes_back_is_read_again() -> None:
+    count, size = 24, 4 << 20
+    port = services.free_port()
+    settings: dict[str, Any] = {"lane_bytes": "128MiB", "lanes": 1}
+    with open_peer(f"127.0.0.1:{port}", **settings) as store:
+        memory = store._lanes.all[0].memory
+        torn = False
+        for _ in range(5):
+            with serving(count, size, port) as (process, _):
+                assert read(store, count, size) == [Status.HIT] * count
+                memory[:] = bytes(len(memory))
+                killer = threading.Thread(target=kill_when_bytes_arrive, args=(process, memory))
+                killer.start()
+                statuses = read(store, count, size)
+                killer.join()
+                process.wait()
+                assert set(statuses) <= {Status.HIT, Status.ERROR}
+                started = time.monotonic()
+                assert set(read(store, count, size)) == {Status.ERROR}
+                assert store.contains([bytes([1]) * 32]) == [Status.ERROR]
+                assert time.monotonic() - started < 2
+            torn = Status.ERROR in statuses
+            if torn:
+                break
+        assert torn  # the kill came in the middle, not after it
+        assert any(kind.startswith("nixl") for kind in store.stats().faults), store.stats().faults
+        with serving(count, size, port):
+            assert read(store, count, size) == [Status.HIT] * count
+
+
+def kill_when_bytes_arrive(process: subprocess.Popen[str], memory: memoryview) -> None:
+    while not memory[0]:
+        time.sleep(0.0005)
+    os.kill(process.pid, signal.SIGKILL)
+
+
+def test_a_peer_that_hangs_is_an_error_in_time_and_is_read_again() -> None:
+    with serving(4, 32_000) as (process, address), open_peer(address, lanes=1, timeout_seconds=0.5) as store:
+        assert read(store, 4, 32_000) == [Status.HIT] * 4
+        services.pause(process.pid)
+        started = time.monotonic()
+        assert read(store, 4, 32_000) == [Status.ERROR] * 4
+        assert store.stats().num_values == 0
+        assert time.monotonic() - started < 2.5
+        process.send_signal(signal.SIGCONT)
+        services.wait_for(lambda: read(store, 4, 32_000) == [Status.HIT] * 4)
+        assert store.stats().num_values == 4
+        assert store.stats().faults["timeout"] >= 4
+
+
+def test_a_share_that_was_written_anew_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two fetches into one share, the first read late: its bytes are whole, but of another number."""
+    with Served() as store:
+        keys = [key_of(1), key_of(2)]
+        store.put(keys, [value_of(key, 1000) for key in keys])
+        fetch = store.server._fetch
+
+        def fetch_twice(*args: Any) -> Any:
+            first = fetch(*args)
+            fetch(*args)
+            return first
+
+        monkeypatch.setattr(store.server, "_fetch", fetch_twice)
+        assert set(store.get_into(keys, [bytearray(1000) for _ in keys])) == {Status.CORRUPT}
+        assert store.peer.stats().faults["another generation"] == 2
+        monkeypatch.undo()
+        assert store.verify(keys) == [Status.HIT] * 2
+
+
+def test_flipped_bytes_in_a_share_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Served() as store:
+        key = key_of(1)
+        store.put([key], [value_of(key, 1000)])
+        fetch = store.server._fetch
+
+        def fetch_and_flip(request: Any, share: int) -> Any:
+            answer = fetch(request, share)
+            store.server._memory.view[share * store.server._share_bytes + HEADER_BYTES + 500] ^= 1
+            return answer
+
+        monkeypatch.setattr(store.server, "_fetch", fetch_and_flip)
+        assert store.get_into([key], [bytearray(1000)]) == [Status.CORRUPT]
+        assert store.peer.stats().faults["payload checksum"] == 1
+
+
+def test_more_than_a_share_is_read_in_parts_and_more_readers_than_shares_are_told() -> None:
+    with Served() as store:
+        keys = [key_of(i) for i in range(5)]
+        store.put(keys, [value_of(key, 3 << 20) for key in keys])
+        assert store.verify(keys) == [Status.HIT] * 5
+        buffers = [bytearray(3 << 20) for _ in keys]
+        assert store.get_into(keys, buffers) == [Status.HIT] * 5
+        assert buffers == [value_of(key, 3 << 20) for key in keys]
+        with open_peer(store.server.address) as second, open_peer(store.server.address) as third:
+            assert second.contains(keys) == [Status.HIT] * 5
+            assert third.contains(keys) == [Status.ERROR] * 5
+            assert third.stats().faults["peer is busy"] >= 5
+            second.close()
+            services.wait_for(lambda: third.contains(keys) == [Status.HIT] * 5)
+
+
+def test_a_peers_values_are_its_own() -> None:
+    with Served() as store:
+        store.put([key_of(1)], [bytes(100)])
+        assert store.peer.put([key_of(2)], [bytes(100)]) == [Status.REFUSED]
+        assert store.peer.delete([key_of(1)]) == [Status.ERROR]
+        assert store.contains([key_of(1), key_of(2)]) == [Status.HIT, Status.MISS]
+
+
+def test_garbage_on_the_port_ends_that_connection_only() -> None:
+    with Served() as store:
+        host, port = store.server.address.split(":")
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\x7f", b"\x03\x00\x00\x00\xc1\xc1\xc1"):
+            with socket.create_connection((host, int(port)), timeout=5) as connection:
+                with contextlib.suppress(OSError):  # it may have hung up by now
+                    connection.sendall(garbage)
+                    connection.shutdown(socket.SHUT_WR)
+                    assert connection.recv(1) == b""
+        store.put([key_of(1)], [bytes(100)])
+        assert store.contains([key_of(1)]) == [Status.HIT]
+
+
+def test_a_fetch_beyond_its_share_is_refused() -> None:
+    with Served() as store:
+        for length, offset in ((-1, 0), (8 << 20, 0), (100, 8 << 20), (100, -50)):
+            with pytest.raises(KvtideError):
+                store.server._fetch(Fetch(keys=[key_of(1)], lengths=[length], offsets=[offset]), 0)
+
+
+def test_a_peer_that_is_not_there() -> None:
+    with open_peer("127.0.0.1:1") as store:
+        assert store.contains([key_of(1)]) == [Status.ERROR]
+        assert store.headers([key_of(1)]) == [None]
+        assert list(store.scan()) == []
+        assert store.stats().faults["connection"] >= 2
+    with Served() as taken, pytest.raises(ConfigError, match=r"cannot listen on 127.0.0.1:.*in use"):
+        PeerServer(taken.host, port=int(taken.server.address.split(":")[1]), package=PACKAGE)
