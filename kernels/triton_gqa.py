@@ -140,7 +140,7 @@ def _attend_tile(
             v = e4m3_to(v, DOT, FP8_BYTES, INTERPRETED)
         qk = dot(q, tl.trans(k.to(DOT)), tl.full((ROWS, KEYS), 0.0, tl.float32), UPCAST)
         inside = (key[None, :] >= start[:, None]) | (key < sink_stop)[None, :]
-        visible = (key[None, :] <= position[:, None]) & inside & (key < stop)[None, :]
+        visible = (key[None, :] <= position[:, None]) & inside
         qk = tl.where(visible, qk * factor, float("-inf"))
         highest = tl.maximum(maximum, row_max(qk))
         reference = tl.where(highest == float("-inf"), 0.0, highest)

@@ -231,7 +231,7 @@ def _decode_tile(
             kr = e4m3_to(kr, ROPE_DOT, FP8_BYTES, INTERPRETED)
         qk = dot(qr, tl.trans(kr.to(ROPE_DOT)), qk, UPCAST)
 
-        visible = (key[None, :] <= position[:, None]) & (key < end)[None, :]
+        visible = key[None, :] <= position[:, None]
         if HAS_WINDOW:
             visible &= key[None, :] > position[:, None] - window
         qk = tl.where(visible, qk * factor[:, None], float("-inf"))

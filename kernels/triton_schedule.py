@@ -71,7 +71,7 @@ _NARROW_16_BIT = Tile(rows=16, keys=64, warps=4, stages=2, per_sm=2)
 _MIDDLE = Tile(rows=32, keys=64, warps=8, stages=2, per_sm=1)
 _HOPPER = Tile(rows=64, keys=64, warps=8, stages=2, per_sm=1)
 # Float32 products have no matrix instruction: this one is for checking numbers, and only has to fit.
-_FLOAT32 = Tile(rows=16, keys=16, warps=4, stages=1, per_sm=1)
+_FLOAT32 = Tile(rows=16, keys=16, warps=8, stages=1, per_sm=1)
 
 
 def device_of(device: torch.device) -> Device:

@@ -182,17 +182,30 @@ def test_bfloat16_queries_leave_the_range_of_float16(fmt: LatentFormat, std: flo
 
 
 def test_many_small_probabilities_in_float16() -> None:
-    """One key 2**-20 ahead of a thousand: float16 alone would drop the thousand, a few per mille of the sum."""
+    """One key 2**26 ahead of a thousand, which alone have values: float16 by itself would drop them all."""
     case = make_case(LatentFormat.FLOAT16, [1025], heads=1, latent_dim=16, rope_dim=16, block_size=128)
     keys, call = case.history[0], case.call
-    keys[:, 16:], keys[0, 16], keys[1:, :16] = 0, 16.0, 1.0
+    keys[:], keys[0, 16], keys[1:, :16] = 0, 16.0, 1.0
     for column, entry in enumerate(call.block_table[0].tolist()):
         held = keys[column * 128 : (column + 1) * 128]
         call.cache[entry, : len(held)] = held.half()
     query = torch.zeros_like(call.query).half()
-    query[..., 16] = 20 / 16
-    case = case.fresh(query=query, scale=math.log(2.0))
-    solved(Case(replace(case.call, out=case.call.out.half()), case.history), tile=replace(SMALL, keys=128))
+    query[..., 16] = 26 / 16
+    call = replace(call, query=query, out=call.out.half(), scale=math.log(2.0))
+    run(call, tile=replace(SMALL, keys=128))
+    torch.testing.assert_close(call.out, torch.full_like(call.out, 1024 * 2.0**-26), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_pages_apart_29(fmt: LatentFormat) -> None:
+    """A page stride that is not block_size times the token's width."""
+    case = make_case(fmt, [33, 7], dtype=torch.bfloat16, **dims(fmt))
+    cache = case.call.cache
+    apart = torch.full((cache.shape[0], cache[0].numel() + 16), 0xFF, dtype=torch.uint8).view(torch.uint8)
+    apart = apart.repeat(1, cache.itemsize).view(cache.dtype)
+    view = apart.as_strided(cache.shape, (apart.stride(0), cache.shape[2], 1))
+    view.view(torch.uint8).copy_(cache.view(torch.uint8))
+    solved(case.fresh(cache=view), splits=2)
 
 
 @pytest.mark.parametrize("exponents", [range(-16, 16), range(12, -20, -1)], ids=["rising", "falling"])
@@ -201,12 +214,12 @@ def test_scales_of_one_row_far_apart(exponents: range) -> None:
     case = make_case(LatentFormat.FP8_DS, [64], heads=2, latent_dim=256, dtype=torch.bfloat16)
     call, keys = case.call, case.history[0]
     for position, exponent in enumerate(exponents):
-        for at in (position, position + 32):
+        for at in (2 * position, 2 * position + 1):
             entry = int(call.block_table[0, at // call.block_size])
             scales = call.cache[entry, at % call.block_size, 256:264].view(torch.float32)
             keys[at, :256].view(2, 128).mul_(2.0**exponent / scales.double()[:, None])
             scales.fill_(2.0**exponent)
-    solved(case.fresh(scale=1e-5), splits=2)
+    solved(case.fresh(scale=1e-5))
 
 
 @pytest.mark.parametrize("scale", [0.02, 3.7])
@@ -353,22 +366,22 @@ if where == "pool":
         call.block_table[0, column] = entries - 1 - column
     case = Case(replace(call, cache=pool), case.history)
 else:
-    # A batch whose query and result lie 2**31 elements apart from row to row.
+    # Rows of query and result 2**30 elements apart: the third is beyond int32, their stride is not.
     def apart(x):
-        memory = torch.empty(2**31 + 64 + x.numel(), dtype=torch.float16)
-        wide = memory.as_strided((2, *x.shape[1:]), (2**31 + 64, *x.stride()[1:]))
-        wide.copy_(x.expand(2, *x.shape[1:]))
+        memory = torch.empty(2**31 + 128 + x.numel(), dtype=torch.float16)
+        wide = memory.as_strided((3, *x.shape[1:]), (2**30 + 64, *x.stride()[1:]))
+        wide.copy_(x.expand(3, *x.shape[1:]))
         return wide
     case = Case(
         replace(
             call,
             query=apart(call.query),
             out=apart(call.out),
-            lse=call.lse.repeat(2, 1, 1),
-            block_table=call.block_table.repeat(2, 1),
-            seq_lens=call.seq_lens.repeat(2),
+            lse=call.lse.repeat(3, 1, 1),
+            block_table=call.block_table.repeat(3, 1),
+            seq_lens=call.seq_lens.repeat(3),
         ),
-        case.history * 2,
+        case.history * 3,
     )
 t.run(case.call)
 check(case)
