@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -244,11 +245,11 @@ def test_garbage_on_the_port_ends_that_connection_only() -> None:
     with Served() as store:
         host, port = store.server.address.split(":")
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\x7f", b"\x03\x00\x00\x00\xc1\xc1\xc1"):
-            with socket.create_connection((host, int(port)), timeout=5) as connection:
-                with contextlib.suppress(OSError):  # it may have hung up by now
-                    connection.sendall(garbage)
-                    connection.shutdown(socket.SHUT_WR)
-                    assert connection.recv(1) == b""
+            address = (host, int(port))
+            with contextlib.suppress(OSError), socket.create_connection(address, timeout=5) as connection:
+                connection.sendall(garbage)
+                connection.shutdown(socket.SHUT_WR)
+                assert connection.recv(1) == b""  # if it has not hung up by now
         store.put([key_of(1)], [bytes(100)])
         assert store.contains([key_of(1)]) == [Status.HIT]
 
