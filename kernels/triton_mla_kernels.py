@@ -8,10 +8,12 @@ A tile reads every latent once and uses it twice, as key and as value, for all i
 CHUNKS pieces of CHUNK values (four of 128 for DeepSeek): one register tile of 512 columns would spill.
 
 FP8 latents enter the matrix unit as float16, to which e4m3 converts exactly with one instruction for two values (to
-bfloat16 it takes four). Scales never touch the [KEYS x CHUNK] tile: they multiply scores after the first product and
-probabilities before the second. So that no bfloat16 query and no scale can leave float16's range, a query row is
-divided by a power of two, and probabilities by the largest scale that their chunk has met; both come back as factors
-of whole rows. Probabilities in float16 are 2**14 times as large, or the many small ones of a long context would vanish.
+bfloat16 it takes four). The scale of a whole tensor joins the factor of the scores and of the result. FP8_DS's scales
+multiply the converted latents, over the largest scale that the request has met so far: one instruction for two values,
+exact for powers of two down to 2**-15 of it, and far fewer barriers and registers than four products with scales of
+their own. So that no bfloat16 query leaves float16's range, a query row is divided by a power of two. Both come back as
+factors of whole rows. Probabilities in float16 are 2**14 times as large, or the many small ones of a long context would
+vanish.
 
 Numbers inside are base 2. A row without a visible key keeps a maximum of -inf, and every exponent is taken relative to
 a finite reference, so that -inf - -inf never happens. Offsets are int64: pools and queries exceed 2**31 elements.
