@@ -135,7 +135,7 @@ def listens(port: int) -> bool:
 def redis_server(folder: Path, *options: str, secured: bool = False) -> Iterator[Redis]:
     """A redis-server on a port and on a Unix socket; `secured`: TLS only, and a password for the user `kvtide`."""
     port = free_port()
-    command = [_program("redis-server"), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", folder]
+    command = [program("redis-server"), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", folder]
     command += ["--unixsocket", folder / "redis.sock", "--loglevel", "warning"]
     if secured:
         _certificate(folder)
@@ -193,7 +193,7 @@ def s3_server(folder: Path) -> Iterator[S3]:
 def mooncake_master(folder: Path, *options: str) -> Iterator[Mooncake]:
     """A Mooncake master for TCP clients; values lie in the memory of the clients that bring segments."""
     port, metrics_port = free_port(), free_port()
-    command = [_program("mooncake_master"), f"-rpc_port={port}", "-rpc_address=127.0.0.1"]
+    command = [program("mooncake_master"), f"-rpc_port={port}", "-rpc_address=127.0.0.1"]
     command += [f"-metrics_port={metrics_port}", "-metrics_host=127.0.0.1", *options]
     service = Service(command, lambda: listens(port) and listens(metrics_port), folder / "mooncake.log")
     try:
@@ -202,7 +202,8 @@ def mooncake_master(folder: Path, *options: str) -> Iterator[Mooncake]:
         service.kill()
 
 
-def _program(name: str) -> str:
+def program(name: str) -> str:
+    """Where a program is; `NotInstalled` without it."""
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
@@ -221,7 +222,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 def _certificate(folder: Path) -> None:
     """A certificate authority (ca.pem) and a server certificate for 127.0.0.1 that it signed."""
-    openssl = _program("openssl")
+    openssl = program("openssl")
     new = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1"]
     ca = ["-keyout", folder / "ca.key", "-out", folder / "ca.pem", "-subj", "/CN=kvtide test CA"]
     server = ["-keyout", folder / "key.pem", "-out", folder / "server.pem", "-subj", "/CN=127.0.0.1"]

@@ -77,11 +77,11 @@ class TestMooncake(StoreConformance):
         return open_mooncake(place[0], prefix=place[2], global_segment_size=0, timeout_seconds=20.0)
 
     def stored(self, store: Store, place: Any, key: bytes) -> bytes:
-        return place[1]._store.get(place[2] + key.hex())
+        return place[1].library.get(place[2] + key.hex())
 
     def overwrite(self, store: Store, place: Any, key: bytes, data: bytes) -> None:
-        place[1]._store.remove(place[2] + key.hex(), True)
-        assert place[1]._store.put(place[2] + key.hex(), data or b"\0") == 0  # it does not keep empty objects
+        place[1].library.remove(place[2] + key.hex(), True)
+        assert place[1].library.put(place[2] + key.hex(), data or b"\0") == 0  # it does not keep empty objects
 
 
 # Faults.
@@ -205,7 +205,7 @@ def test_an_expired_lease_is_tried_once_more_and_then_a_miss(
     # A transfer slower than a lease cannot be had on this machine at will: the library's answer is changed.
     keys = [key_of(i) for i in range(1000, 1004)]
     put(memory, keys)
-    library, asked = memory._store, []
+    library, asked = memory.library, []
 
     class Slow:
         def __getattr__(self, name: str) -> Any:
@@ -220,7 +220,7 @@ def test_an_expired_lease_is_tried_once_more_and_then_a_miss(
                 for name, code in zip(names, codes, strict=True)
             ]
 
-    monkeypatch.setattr(memory, "_store", Slow())
+    monkeypatch.setattr(memory, "library", Slow())
     buffers = [bytearray(1000) for _ in keys]
     assert memory.get_into(keys, buffers) == [Status.HIT, Status.HIT, Status.MISS, Status.HIT]
     assert asked == [4, 2]
