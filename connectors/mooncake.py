@@ -220,7 +220,17 @@ class MooncakeConnector(RemoteStore):
             meanings = {0: Status.STORED, _EXISTS: Status.PRESENT, _NO_SPACE: Status.FULL, _QUOTA: Status.REFUSED}
             for (number, _), code in zip(part, codes, strict=True):
                 statuses[absent[number]] = self._status(code, meanings)
+        self._confirm(keys, statuses)
         return statuses
+
+    def _confirm(self, keys: Sequence[StoreKey], statuses: list[Status]) -> None:
+        """Look whether what was stored is there: the library also says 0 where another client writes it, or died so."""
+        stored = [at for at, status in enumerate(statuses) if status is Status.STORED]
+        there = self._contains([keys[at] for at in stored]) if stored else []
+        for at, status in zip(stored, there, strict=True):
+            if status is not Status.HIT:
+                self._fault("not complete")
+                statuses[at] = Status.ERROR
 
     def _delete(self, keys: Sequence[StoreKey]) -> list[Status]:
         names = self._names(keys)

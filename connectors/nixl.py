@@ -5,7 +5,8 @@ of its own and renamed when all of it is there; an object is there whole or not 
 before a read, because NIXL calls a read beyond an object's end done. A value passes through a lane's registered memory
 (see `lanes`), one agent and thread per lane: one copy, and a hung transfer never writes to the caller's buffer late.
 Against a cached file plain reads are as fast; NIXL pays with `direct` and small values, with GDS, and for objects.
-Nothing is evicted here: files fill the file system (then FULL), objects are the bucket's business.
+Nothing is evicted here: files fill the file system (then FULL), objects are the bucket's business. `num_values` and
+`num_bytes` of the stats are what the last whole `scan` found.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .lanes import Lane, Lanes, aligned, parts
 from .nixl_agent import Agent
 from .nixl_media import Files, Medium, Moved, Objects
 from .remote import CodecName, RemoteStore, present
-from .s3 import S3Config
+from .s3 import HttpUrl, S3Config
 
 
 class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,9 +45,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     prefix: Annotated[
         str, Meta(description="OBJ: what names of values begin with.", pattern="^[A-Za-z0-9_.:/-]*$", max_length=200)
     ] = "kvtide/"
-    endpoint_url: Annotated[
-        str | None, Meta(description="OBJ: the service; AWS when absent.", pattern="^https?://")
-    ] = None
+    endpoint_url: Annotated[HttpUrl | None, Meta(description="OBJ: the service; AWS when absent.")] = None
     region: Annotated[str | None, Meta(description="OBJ: the region.")] = None
     package: Annotated[
         Literal["nixl", "nixl_cu12", "nixl_cu13"],
@@ -92,7 +91,7 @@ class NixlConnector(RemoteStore):
         if not self._enter():
             return
         try:
-            yield from self._where.scan()
+            yield from self._counted(self._where.scan())
         except OSError:
             self._fault("listing")
         finally:

@@ -62,12 +62,15 @@ class RedisConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(description="Certificates (PEM) that the server's is checked against; the system's when absent."),
     ] = None
     ttl_seconds: Annotated[
-        int | None, Meta(description="Values are forgotten this long after they were stored.", ge=1)
+        Annotated[int, Meta(ge=1)] | None, Meta(description="Values are forgotten this long after they were stored.")
     ] = None
     codec: CodecName = "raw"
     timeout_seconds: Annotated[
         float, Meta(description="A connection or an answer that takes longer is an error.", gt=0, le=600)
     ] = 5.0
+
+    def __repr__(self) -> str:
+        return f"RedisConfig(url={_shown(self.url)!r}, cluster={self.cluster}, prefix={self.prefix!r})"
 
 
 class RedisConnector(RemoteStore):

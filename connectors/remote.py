@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +20,7 @@ from kvtide.kvcache import ConfigError, KvtideError
 from kvtide.offload.codecs import CODECS, codec_named
 from kvtide.offload.keys import KEY_BYTES, StoreKey
 from kvtide.offload.sealing import landing, seal, unseal
-from kvtide.offload.store import Status, Store, StoreStats
+from kvtide.offload.store import Entry, Status, Store, StoreStats
 from kvtide.offload.values import HEADER_BYTES, BadValue, Header, parse_header
 
 if TYPE_CHECKING:
@@ -149,6 +149,16 @@ class RemoteStore(Store):
         except BadValue as error:
             return self._bad(error)
         return Status.HIT
+
+    def _counted(self, entries: Iterator[Entry]) -> Iterator[Entry]:
+        """A whole walk's entries; `num_values` and `num_bytes` of the stats are what the last whole walk found."""
+        num_values = num_bytes = 0
+        for entry in entries:
+            num_values += 1
+            num_bytes += entry.num_bytes
+            yield entry
+        with self._state:
+            self._counts.num_values, self._counts.num_bytes = num_values, num_bytes
 
     def _bad(self, error: BadValue) -> Status:
         self._fault(str(error))

@@ -6,6 +6,7 @@ at all: a PUT is atomic, and so is the completion of a multipart upload, which c
 told apart by If-None-Match where the service has it. Keys of a batch travel side by side on `threads` threads; when the
 service does not answer one, the others of the batch that still wait are not asked. Credentials come from the SDK's own
 chain: environment, shared files, instance role. Objects are not bounded here: use the bucket's lifecycle rules.
+`num_values` and `num_bytes` of the stats are what the last whole `scan` found: S3 does not count.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+HttpUrl = Annotated[str, Meta(pattern="^https?://")]
+
+
 class S3Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of an `S3Connector`."""
 
@@ -50,7 +54,7 @@ class S3Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(description="What the names of all values begin with.", pattern="^[A-Za-z0-9_.:/-]*$", max_length=200),
     ] = "kvtide/"
     endpoint_url: Annotated[
-        str | None, Meta(description="The service, such as http://minio:9000; AWS when absent.", pattern="^https?://")
+        HttpUrl | None, Meta(description="The service, such as http://minio:9000; AWS when absent.")
     ] = None
     region: Annotated[str | None, Meta(description="The region; from the SDK's configuration when absent.")] = None
     addressing: Annotated[
@@ -92,16 +96,19 @@ class S3Connector(RemoteStore):
         if not self._enter():
             return
         try:
-            pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix)
-            for page in pages:
-                for found in page.get("Contents", ()):
-                    key = key_of(found["Key"].removeprefix(self._prefix))
-                    if key is not None:
-                        yield Entry(key, found["Size"])
+            yield from self._counted(self._listed())
         except self._errors as error:
             self._fault_of(error)
         finally:
             self._leave()
+
+    def _listed(self) -> Iterator[Entry]:
+        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix)
+        for page in pages:
+            for found in page.get("Contents", ()):
+                key = key_of(found["Key"].removeprefix(self._prefix))
+                if key is not None:
+                    yield Entry(key, found["Size"])
 
     def gc(self) -> int:
         """Abort multipart uploads that began more than a day ago; the bytes of their parts."""

@@ -17,6 +17,7 @@ import pytest
 import services
 from conftest import skipping
 
+from kvtide.connectors.config import store_settings
 from kvtide.connectors.mooncake import MooncakeConfig, MooncakeConnector
 from kvtide.kvcache import ConfigError, KvtideError
 from kvtide.offload.conformance import StoreConformance, key_of, value_of
@@ -278,3 +279,10 @@ except room.KvtideError as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "libibverbs.so.1" in done.stdout
     assert "apt-get install libibverbs1" in done.stdout
+
+
+def test_settings_are_read_as_every_stores_are() -> None:
+    good: dict[str, Any] = {"master_server_address": "[::1]:5", "protocol": "rdma"}
+    assert store_settings("MooncakeConnector", good) == MooncakeConfig(**good)
+    with pytest.raises(ConfigError, match="MooncakeConnector's kv_connector_extra_config"):
+        store_settings("MooncakeConnector", {"master_server_address": "h"})

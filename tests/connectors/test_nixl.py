@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import pytest
 import services
 from conftest import BUCKET
 
+from kvtide.connectors.config import store_settings
 from kvtide.connectors.nixl import NixlConfig, NixlConnector
 from kvtide.connectors.nixl_agent import Agent, Piece, nixl_api
 from kvtide.connectors.nixl_media import Files
@@ -162,41 +162,6 @@ def test_files_are_private_and_published_by_renaming(tmp_path: Path) -> None:
         assert store.gc() == 5000
 
 
-WRITER = """
-import sys
-from kvtide.connectors.nixl import NixlConfig, NixlConnector
-store = NixlConnector(NixlConfig(path=sys.argv[1], package="nixl_cu12", lane_bytes="8MiB", lanes=1))
-print("open", flush=True)
-number = 0
-while True:
-    keys = [(number + i).to_bytes(32, "big") for i in range(8)]
-    statuses = store.put(keys, [key * 10_000 for key in keys])
-    for key, status in zip(keys, statuses):
-        print(key.hex() if status.name == "STORED" else status.name, flush=True)
-    number += 8
-"""
-
-
-def test_a_writer_that_is_killed_leaves_whole_values_or_none(tmp_path: Path) -> None:
-    for attempt in range(3):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, tmp_path / str(attempt)], stdout=subprocess.PIPE, text=True
-        )
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "open\n"
-        killer = services.after(0.02 + 0.013 * attempt, writer.kill)
-        acknowledged = [bytes.fromhex(line) for line in writer.stdout.read().splitlines() if len(line) == 64]
-        killer.join()
-        writer.wait()
-        writer.stdout.close()
-        with open_files(tmp_path / str(attempt)) as store:
-            found = [entry.key for entry in store.scan()]
-            assert set(acknowledged) <= set(found)
-            buffers = [bytearray(320_000) for _ in found]
-            assert store.get_into(found, buffers) == [Status.HIT] * len(found)
-            assert buffers == [key * 10_000 for key in found]
-
-
 def test_many_values_need_few_descriptors(tmp_path: Path) -> None:
     with open_files(tmp_path, lane_bytes="8MiB", lanes=1) as store:
         before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
@@ -306,3 +271,10 @@ def test_a_version_that_reports_short_writes_as_done_is_refused(monkeypatch: pyt
 def test_a_missing_package_names_the_extra() -> None:
     with pytest.raises(MissingExtra, match=r"pip install 'kvtide\[nixl\]'"):
         nixl_api("nixl_cu99")
+
+
+def test_settings_are_read_as_every_stores_are() -> None:
+    good: dict[str, Any] = {"plugin": "OBJ", "bucket": "b", "endpoint_url": "https://h"}
+    assert store_settings("NixlConnector", good) == NixlConfig(**good)
+    with pytest.raises(ConfigError, match="NixlConnector's kv_connector_extra_config"):
+        store_settings("NixlConnector", {"plugin": "TAPE"})

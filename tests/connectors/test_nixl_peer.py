@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import services
 
+from kvtide.connectors.config import store_settings
 from kvtide.connectors.host import HostConfig, HostConnector
 from kvtide.connectors.nixl_peer import NixlPeerConfig, NixlPeerConnector
 from kvtide.connectors.nixl_server import PeerServer
@@ -269,3 +270,10 @@ def test_a_peer_that_is_not_there() -> None:
         assert store.stats().faults["connection"] >= 2
     with Served() as taken, pytest.raises(ConfigError, match=r"cannot listen on 127.0.0.1:.*in use"):
         PeerServer(taken.host, port=int(taken.server.address.split(":")[1]), package=PACKAGE)
+
+
+def test_settings_are_read_as_every_stores_are() -> None:
+    path = "kvtide.connectors.nixl_peer:NixlPeerConnector"
+    assert store_settings(path, {"address": "[::1]:5"}) == NixlPeerConfig(address="[::1]:5")
+    with pytest.raises(ConfigError, match="address is 'h'; expected"):
+        store_settings(path, {"address": "h"})

@@ -12,6 +12,7 @@ import pytest
 import services
 from conftest import skipping
 
+from kvtide.connectors.config import store_settings
 from kvtide.connectors.redis import STRING_LIMIT, RedisConfig, RedisConnector
 from kvtide.kvcache import ConfigError
 from kvtide.offload.conformance import StoreConformance, key_of, value_of
@@ -238,6 +239,22 @@ def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None
     with pytest.raises(ConfigError, match=message) as caught:
         RedisConnector(RedisConfig(**{"url": "redis://h", **settings}))
     assert "s3cret" not in str(caught.value)
+
+
+def test_a_password_in_the_url_is_shown_nowhere() -> None:
+    for url in ("redis://kvtide:s3cret@127.0.0.1:1", "redis://:s3cret@127.0.0.1:1/0"):
+        config = RedisConfig(url=url)
+        with RedisConnector(config) as store:
+            assert store.contains([key_of(1)]) == [Status.ERROR]
+            assert "s3cret" not in f"{config!r} {config} {store!r} {store.stats()!r}"
+
+
+def test_settings_are_read_as_every_stores_are() -> None:
+    settings = store_settings("RedisConnector", {"url": "redis://h", "ttl_seconds": 5, "codec": "zstd"})
+    assert settings == RedisConfig(url="redis://h", ttl_seconds=5, codec="zstd")
+    for wrong in ({"url": "http://h"}, {"url": "redis://h", "ttl_seconds": 0}, {"url": "redis://h", "prefix": "*"}, {}):
+        with pytest.raises(ConfigError, match="RedisConnector's kv_connector_extra_config"):
+            store_settings("RedisConnector", wrong)
 
 
 def test_no_value_is_longer_than_the_server_takes() -> None:

@@ -14,10 +14,12 @@ import pytest
 import services
 from conftest import BUCKET, skipping
 
+from kvtide.connectors.config import store_settings
 from kvtide.connectors.s3 import S3Config, S3Connector
 from kvtide.kvcache import ConfigError
 from kvtide.offload.conformance import StoreConformance, key_of, value_of
 from kvtide.offload.store import Status, Store
+from kvtide.offload.values import HEADER_BYTES
 
 pytest.importorskip("boto3")
 numbers = count()
@@ -223,6 +225,8 @@ def test_prefixes_keep_values_apart(s3: services.S3) -> None:
         assert [entry.key for entry in one.scan()] == [key_of(1)]
         assert [entry.key for entry in other.scan()] == [key_of(2)]
         assert one.contains([key_of(2)]) == other.delete([key_of(1)]) == [Status.MISS]
+        stats = one.stats()
+        assert (stats.num_values, stats.num_bytes) == (1, 1000 + HEADER_BYTES)
 
 
 def test_a_batch_is_side_by_side(s3: services.S3, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,3 +234,10 @@ def test_a_batch_is_side_by_side(s3: services.S3, monkeypatch: pytest.MonkeyPatc
         met = threading.Barrier(4, timeout=10)
         monkeypatch.setattr(store, "_look", lambda key: Status.HIT if met.wait() >= 0 else Status.MISS)
         assert store.contains([key_of(i) for i in range(4)]) == [Status.HIT] * 4
+
+
+def test_settings_are_read_as_every_stores_are() -> None:
+    good: dict[str, Any] = {"bucket": "b", "endpoint_url": "https://h", "region": "r"}
+    assert store_settings("S3Connector", good) == S3Config(**good)
+    with pytest.raises(ConfigError, match="S3Connector's kv_connector_extra_config"):
+        store_settings("S3Connector", {"bucket": "b", "endpoint_url": "h"})
