@@ -19,14 +19,12 @@ import msgspec
 from msgspec import Meta
 
 from kvtide.offload.admission import TinyLFU
+from kvtide.offload.breaker import Breaker
 from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Lease, Status, Store
 
 from .config import make_store
 
-_FAILURES = 3
-_FIRST_REST_S = 1.0
-_LONGEST_REST_S = 60.0
 _SKETCHED_KEYS = 1 << 18
 
 
@@ -47,45 +45,6 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         int,
         Meta(description="Recent uses of a key from which on its value is taken; saves a disk's life.", ge=1, le=16),
     ] = 1
-
-
-class Breaker:
-    """Whether a tier is left alone after failures. Thread-safe."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._failures = 0
-        self._rest = _FIRST_REST_S
-        self._again = 0.0
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the tier is in use, or due to be tried."""
-        with self._lock:
-            return self._failures < _FAILURES or self._clock() >= self._again
-
-    def allows(self) -> bool:
-        """Whether to call the tier now; while it is left alone, one call in every rest may try it."""
-        with self._lock:
-            if self._failures < _FAILURES:
-                return True
-            now = self._clock()
-            if now < self._again:
-                return False
-            self._again = now + self._rest
-            return True
-
-    def note(self, failed: bool) -> None:
-        """A call has ended."""
-        with self._lock:
-            if not failed:
-                self._failures, self._rest = 0, _FIRST_REST_S
-                return
-            self._failures += 1
-            if self._failures >= _FAILURES:
-                self._again = self._clock() + self._rest
-                self._rest = min(2 * self._rest, _LONGEST_REST_S)
 
 
 class Tier:
