@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import socket
+import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -37,6 +38,7 @@ _NO_SPACE, _INVALID, _NOT_READY, _NOT_FOUND, _EXISTS, _LEASE_EXPIRED = -200, -60
 _QUOTA = -1700
 _FAULTS = {-706: "held", -800: "transfer", -801: "checksum", -900: "connection", -901: "timeout"}
 _BATCH_KEYS = 1024
+_ANOTHERS_WRITE_SECONDS = 0.5
 
 Result = TypeVar("Result")
 
@@ -229,8 +231,23 @@ class MooncakeConnector(RemoteStore):
         there = self._contains([keys[at] for at in stored]) if stored else []
         for at, status in zip(stored, there, strict=True):
             if status is not Status.HIT:
-                self._fault("not complete")
-                statuses[at] = Status.ERROR
+                statuses[at] = self._settled(keys[at]) if status is Status.MISS else status
+
+    def _settled(self, key: StoreKey) -> Status:
+        """STORED if it was stored and has gone since; PRESENT if another client stores it now; ERROR if none does."""
+        (name,) = self._names([key])
+        deadline = time.monotonic() + _ANOTHERS_WRITE_SECONDS
+        while True:
+            (code,) = self._codes(1, lambda: [self.library.get_size(name)])
+            if code == _NOT_READY and time.monotonic() < deadline:
+                time.sleep(0.005)
+            elif code == _NOT_READY:
+                self._fault("held by another writer")
+                return Status.ERROR
+            else:
+                return self._status(
+                    code if code is None or code < 0 else 0, {0: Status.PRESENT, _NOT_FOUND: Status.STORED}
+                )
 
     def _delete(self, keys: Sequence[StoreKey]) -> list[Status]:
         names = self._names(keys)
