@@ -25,7 +25,7 @@ except ImportError:
 
 
 class StoreCollector(Collector):
-    """The metrics of named stores; the tiers of a store that has some appear as `name/tier`."""
+    """The metrics of named stores; the tiers of a store that has some appear as `name/0/host` and so on."""
 
     def __init__(self, stores: Mapping[str, Store]) -> None:
         self._stores = dict(stores)
@@ -55,5 +55,5 @@ class StoreCollector(Collector):
     def _named(self) -> Iterator[tuple[str, Store]]:
         for name, store in self._stores.items():
             yield name, store
-            for tier in store.tiers:
-                yield f"{name}/{tier.name}", tier
+            for number, tier in enumerate(store.tiers):  # two tiers may be of one kind
+                yield f"{name}/{number}/{tier.name}", tier

@@ -43,6 +43,9 @@ class PlainStore(Store):
     def delete(self, keys: Sequence[bytes]) -> list[Status]:
         return [Status.MISS] * len(keys)
 
+    def headers(self, keys: Sequence[bytes]) -> list[Any]:
+        return [None] * len(keys)
+
     def scan(self) -> Iterator[Entry]:
         return iter(())
 
