@@ -67,9 +67,19 @@ class Lane:
             raise TimeoutError(f"no answer within {self._lanes.seconds:g} s")
         return future.result()
 
-    def end(self) -> None:
-        """Let the thread end after what it runs."""
+    def end(self, last: Callable[[Any], None]) -> Future[None]:
+        """Do `last` with the context after what the lane runs, and let the thread end."""
+        future: Future[None] = Future()
+
+        def finish() -> None:
+            if self.context is not None:
+                last(self.context)
+                self.context = None
+            future.set_result(None)
+
+        self._work.put(finish)
         self._work.put(None)
+        return future
 
     def _loop(self) -> None:
         while (work := self._work.get()) is not None:
@@ -119,10 +129,13 @@ class Lanes:
                 lane.hung = False
                 self._give_back(lane)
 
-    def close(self) -> None:
-        """End the threads; one that is held by a hung call ends when the call does."""
-        for lane in self.all:
-            lane.end()
+    def close(self, last: Callable[[Any], None] = lambda context: None) -> None:
+        """Do `last` with every lane's context, on its thread, and end the threads.
+
+        Waits for it, within the time limit; a lane that is held by a hung call does it when the call returns.
+        """
+        done = [lane.end(last) for lane in self.all]
+        wait([future for lane, future in zip(self.all, done, strict=True) if not lane.hung], self.seconds)
 
     def _give_back(self, lane: Lane) -> None:
         self._free.append(lane)

@@ -174,7 +174,7 @@ class NixlConnector(RemoteStore):
         ]
 
     def _shut(self) -> None:
-        self._lanes.close()
+        self._lanes.close(Agent.close)
         if self._medium is not None:
             self._medium.close()
 

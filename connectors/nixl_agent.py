@@ -16,11 +16,13 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from importlib import import_module, metadata
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from kvtide.kvcache import ConfigError, MissingExtra
 
 OLDEST = (1, 5, 0)
+_INFINIBAND = Path("/sys/class/infiniband")
 _EAGER_POLLS = 100
 _LONGEST_PAUSE = 0.002
 
@@ -47,6 +49,9 @@ class Agent:
         *,
         progress_thread: bool = False,
     ) -> None:
+        if plugin == "UCX" and not _INFINIBAND.exists():
+            # Of no use here, and beside Debian's libnl UCX's InfiniBand module crashes the process when it exits.
+            os.environ.setdefault("UCX_MODULES", "^ib")
         api = nixl_api(package)
         self.plugin = plugin
         self.name = f"kvtide-{uuid.uuid4().hex}"
@@ -61,6 +66,10 @@ class Agent:
             raise ConfigError(
                 f"plugin {plugin!r} {listed} cannot be created here ({error}); see the messages of NIXL above"
             ) from None
+
+    def close(self) -> None:
+        """End NIXL's agent, and let go of its memory and threads."""
+        del self.agent
 
     def register(self, address: int, length: int) -> Any:
         """Register memory for as long as the agent lives."""

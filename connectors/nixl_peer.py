@@ -106,6 +106,11 @@ class Peer:
             self._agent.forget(self._hello.agent)
             self._hello = Answer()
 
+    def close(self) -> None:
+        """Drop the peer, and end the agent."""
+        self.drop()
+        self._agent.close()
+
     def _connect(self) -> None:
         self.drop()
         host, _, port = self._config.address.rpartition(":")
@@ -146,10 +151,10 @@ class NixlPeerConnector(RemoteStore):
             for lane in self._lanes.all:
                 lane.context = lane.run(partial(Peer, config, lane))
         except TimeoutError:
-            self._lanes.close()
+            self._shut()
             raise ConfigError("UCX cannot be created within timeout_seconds") from None
         except BaseException:
-            self._lanes.close()
+            self._shut()
             raise
 
     def scan(self) -> Iterator[Entry]:
@@ -239,10 +244,7 @@ class NixlPeerConnector(RemoteStore):
         return [None] * len(keys) if answer is None else [head and Header(*head) for head in answer.heads]
 
     def _shut(self) -> None:
-        for lane in self._lanes.all:
-            if not lane.hung:
-                lane.context.drop()
-        self._lanes.close()
+        self._lanes.close(Peer.close)
 
     def _asked(self, request: Request, count: int = 1) -> Answer | None:
         try:

@@ -84,6 +84,7 @@ class PeerServer:
         self._acceptor.join()
         for thread in self._threads:
             thread.join()
+        self._agent.close()
 
     def __enter__(self) -> PeerServer:
         return self

@@ -277,3 +277,13 @@ def test_settings_are_read_as_every_stores_are() -> None:
     assert store_settings(path, {"address": "[::1]:5"}) == NixlPeerConfig(address="[::1]:5")
     with pytest.raises(ConfigError, match="address is 'h'; expected"):
         store_settings(path, {"address": "h"})
+
+
+def test_a_process_that_used_ucx_exits_as_it_should() -> None:
+    """Some builds of UCX crash the process at its exit: an engine's exit code must stay its own."""
+    code = f"""
+from kvtide.connectors.nixl_peer import NixlPeerConfig, NixlPeerConnector
+with NixlPeerConnector(NixlPeerConfig(address="127.0.0.1:1", package="{PACKAGE}")) as store:
+    store.contains([bytes(32)])
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
