@@ -1,6 +1,6 @@
 """MLA decode on a CPU, in torch alone: the backend `CPU`.
 
-    row's keys    |  edge  |  full  |  full  |  edge  |        parts of about 1,024 keys, cut at whole blocks
+    row's keys    |  edge  |  full  |  full  |  edge  |        parts of about 2,048 keys, cut at whole blocks
                   ^ window's start           ^ the query tokens' own keys, the row's end
     group         parts of any rows, some per thread: gather -> (convert) -> flash attention -> merge by LSE
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from .contract import MlaCall
 from .formats import SCALE_GROUP, LatentFormat
 
 # Two parts a thread of this many keys were the fastest of 256 to 4,096 keys and 1 to 4 parts, in float32 and bfloat16.
-PART_KEYS = 1024
+PART_KEYS = 2048
 PARTS_PER_THREAD = 2
 # The one attention kernel of torch for CPUs that returns the LSE; `scaled_dot_product_attention` runs it underneath.
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -68,32 +67,42 @@ _scratch = _Scratch()
 
 def decode(call: MlaCall) -> None:
     """Answer the call into its `out` and `lse`."""
-    call.out.zero_()
-    call.lse.fill_(-math.inf)
     spans = _spans(call)
     full, edges = _cut(call, spans)
-    parts: list[_Part] = []
-    results: list[tuple[torch.Tensor, torch.Tensor]] = []
     dtype = _product_dtype(call)
     query = (call.query if call.query.dtype == dtype else call.query.to(dtype)).flatten(1, 2)[:, None]
     scale, value_scale = call.scale, 1.0
     if call.fmt is LatentFormat.FP8:
         value_scale = float(call.k_scale)
         scale *= value_scale
-    for group, masked in _groups(call, full, edges):
-        rows = torch.tensor([part.row for part in group])
-        columns = max(part.columns for part in group)
-        keys = _gather(call, group, rows, columns, dtype).view(len(group), 1, columns * call.block_size, -1)
-        mask, seen = _mask(call, group, spans, keys) if masked else (None, None)
-        out, lse = _flash_attention(query[rows], keys, keys, attn_mask=mask, scale=scale)
-        out, lse = out[:, 0, :, : call.latent_dim], lse[:, 0]
-        if seen is not None:
-            # Torch calls the sum over no keys 0.
-            lse = lse.masked_fill(~seen, -math.inf)
-        parts += group
-        results.append((out, lse))
+    limit = PARTS_PER_THREAD * torch.get_num_threads()
+    parts: list[_Part] = []
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
+    # Full parts are looked up all at once, edges a group at a time: each group has a width of its own.
+    for members, size, is_full in (
+        (full, limit, True),
+        *((group, len(group), False) for group in _groups(call, edges)),
+    ):
+        if not members:
+            continue
+        queries = query[torch.tensor([part.row for part in members])]
+        entries = _entries(call, members, is_full)
+        for first in range(0, len(members), size):
+            group = members[first : first + size]
+            keys = _gather(call, entries[first : first + size], dtype)
+            mask, seen = (None, None) if is_full else _mask(call, group, spans, keys)
+            out, lse = _flash_attention(queries[first : first + size], keys, keys, attn_mask=mask, scale=scale)
+            out, lse = out[:, 0, :, : call.latent_dim], lse[:, 0]
+            if seen is not None:
+                # Torch calls the sum over no keys 0.
+                lse = lse.masked_fill(~seen, -math.inf)
+            parts += group
+            results.append((out, lse))
     if results:
         _merge(call, spans, parts, results, value_scale)
+    else:
+        call.out.zero_()
+        call.lse.fill_(-math.inf)
 
 
 def _spans(call: MlaCall) -> list[_Span]:
@@ -126,25 +135,20 @@ def _cut(call: MlaCall, spans: list[_Span]) -> tuple[list[_Part], list[_Part]]:
     return full, edges
 
 
-def _groups(call: MlaCall, full: list[_Part], edges: list[_Part]) -> Iterator[tuple[list[_Part], bool]]:
-    """Parts that are computed together, and whether they need a mask."""
-    limit = PARTS_PER_THREAD * torch.get_num_threads()
-    for first in range(0, len(full), limit):
-        yield full[first : first + limit], False
+def _groups(call: MlaCall, edges: list[_Part]) -> list[list[_Part]]:
+    """Edges that are computed together: of like width, and more of them where they are narrow."""
     if call.batch_invariant:
         # An edge is widened to the widest of its group, which changes the order in which its keys are summed up.
-        yield from (([edge], True) for edge in edges)
-        return
-    # Groups of like width, and more of them together where they are narrow.
+        return [[edge] for edge in edges]
     edges = sorted(edges, key=lambda edge: edge.columns)
-    columns = limit * max(1, PART_KEYS // call.block_size)
-    first = 0
-    while first < len(edges):
-        count = 1
-        while first + count < len(edges) and (count + 1) * edges[first + count].columns <= columns:
-            count += 1
-        yield edges[first : first + count], True
-        first += count
+    limit = PARTS_PER_THREAD * torch.get_num_threads() * max(1, PART_KEYS // call.block_size)
+    groups: list[list[_Part]] = []
+    for edge in edges:
+        if groups and (len(groups[-1]) + 1) * edge.columns <= limit:
+            groups[-1].append(edge)
+        else:
+            groups.append([edge])
+    return groups
 
 
 def _product_dtype(call: MlaCall) -> torch.dtype:
@@ -153,19 +157,27 @@ def _product_dtype(call: MlaCall) -> torch.dtype:
     return torch.bfloat16 if call.query.dtype == torch.bfloat16 and exact else torch.float32
 
 
-def _gather(call: MlaCall, group: list[_Part], rows: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """The latents of a group, `[parts * columns, block_size, latent_dim + rope_dim]`; k_scale is not applied."""
-    places = torch.tensor([part.column for part in group])[:, None] + torch.arange(columns)
-    counts = torch.tensor([part.columns for part in group])[:, None]
-    # Columns beyond a part's own are masked later: they may be beyond the table, or hold no entry.
-    entries = call.block_table[rows[:, None], places.clamp(max=call.block_table.shape[1] - 1)]
-    entries = entries.masked_fill(torch.arange(columns) >= counts, 0).flatten()
+def _entries(call: MlaCall, parts: list[_Part], is_full: bool) -> torch.Tensor:
+    """Table entries `[parts, columns]`; 0 in columns that a part narrower than the others does not have."""
+    rows, first, counts = torch.tensor(parts).T[:, :, None]
+    columns = torch.arange(max(part.columns for part in parts))
+    if is_full:
+        return call.block_table[rows, first + columns]
+    # Columns beyond a part's own may be beyond the table, or hold no entry.
+    entries = call.block_table[rows, (first + columns).clamp(max=call.block_table.shape[1] - 1)]
+    return entries.masked_fill(columns >= counts, 0)
+
+
+def _gather(call: MlaCall, entries: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The latents of entries `[parts, columns]`: `[parts, 1, keys, latent_dim + rope_dim]`; k_scale is not applied."""
+    shape = (len(entries), 1, entries.shape[1] * call.block_size, -1)
+    entries = entries.flatten()
     size = (len(entries), call.block_size)
     cache = call.cache if call.cache.itemsize > 1 else call.cache.view(torch.uint8)
     stored = _scratch.get("stored", (*size, cache.shape[2]), cache.dtype)
     torch.index_select(cache, 0, entries, out=stored)
     if stored.dtype == dtype:
-        return stored
+        return stored.view(shape)
     tokens = _scratch.get("tokens", (*size, call.latent_dim + call.rope_dim), dtype)
     if call.fmt is LatentFormat.FP8:
         _e4m3(stored, tokens)
@@ -181,7 +193,7 @@ def _gather(call: MlaCall, group: list[_Part], rows: torch.Tensor, columns: int,
         tokens[..., call.latent_dim :] = rope.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
     else:
         tokens.copy_(stored)
-    return tokens
+    return tokens.view(shape)
 
 
 def _e4m3(stored: torch.Tensor, out: torch.Tensor) -> None:
@@ -215,10 +227,11 @@ def _mask(
     of = [spans[part.row] for part in group]
     # Parts of one row may lie side by side in a group: each is bounded by its own last column.
     ends = [min(s.stop, (p.column + p.columns) * call.block_size) for p, s in zip(group, of, strict=True)]
-    low, end, before = (
-        torch.tensor(numbers)[:, None] for numbers in ([s.low for s in of], ends, [s.before for s in of])
-    )
-    keys.masked_fill_(((places < low) | (places >= end))[:, None, :, None], 0)
+    end, before = torch.tensor(ends)[:, None], torch.tensor([span.before for span in of])[:, None]
+    for i, (part, span) in enumerate(zip(group, of, strict=True)):
+        start = part.column * call.block_size
+        keys[i, 0, : max(span.low - start, 0)] = 0
+        keys[i, 0, ends[i] - start :] = 0
     positions = (before + torch.arange(call.q_len))[:, :, None]
     places = places[:, None, :]
     visible = (places <= positions) & (places < end[..., None])
@@ -237,16 +250,18 @@ def _merge(
     value_scale: float,
 ) -> None:
     """Add up the parts of each row, always in the same order; then the sink, and nothing for padding tokens."""
-    # Full parts come before edges, and edges by width: an order that the other rows of the batch must not change.
-    order = torch.tensor(sorted(range(len(parts)), key=lambda i: parts[i]))
-    rows = torch.tensor([part.row for part in parts])[order]
-    out = torch.cat([out for out, _ in results])[order].float()
-    lse = torch.cat([lse for _, lse in results])[order]
+    out, lse = (torch.cat(part) for part in zip(*results, strict=True))
+    if parts != (ordered := sorted(parts)):
+        # Edges come after full parts, and by width: an order that the other rows of the batch must not change.
+        order = torch.tensor(sorted(range(len(parts)), key=parts.__getitem__))
+        parts, out, lse = ordered, out[order], lse[order]
+    rows = torch.tensor([part.row for part in parts])
+    out = out.float()
     shape = (call.batch, lse.shape[1])
     highest = torch.full(shape, -math.inf).scatter_reduce_(0, rows[:, None].expand_as(lse), lse, "amax")
     weights = torch.exp(lse - highest.clamp(min=torch.finfo(torch.float32).min)[rows])
     total = torch.zeros(shape).index_add_(0, rows, weights)
-    summed = torch.zeros((*shape, call.latent_dim)).index_add_(0, rows, out.mul_(weights[..., None]))
+    summed = torch.zeros((*shape, call.latent_dim)).index_add_(0, rows, out * weights[..., None])
     seen = total > 0
     lse = torch.where(seen, highest + total.log(), -math.inf)
     norm = value_scale / total

@@ -57,8 +57,8 @@ def test_samples_of_everything(decode: Decode, seed: int) -> None:
     for number in range(12):
         q_len = rng.choice([1, 2, 3, 4, 5, 7, 8])
         size = rng.choice([1, 16, 32, 64, 128])
-        # The fast path cuts at 1,024 keys.
-        edges = [0, 1, size - 1, size, size + 1, 2 * size, rng.randint(0, 300), rng.choice([1024, 1100, 2300])]
+        # The fast path cuts at 2,048 keys.
+        edges = [0, 1, size - 1, size, size + 1, 2 * size, rng.randint(0, 300), rng.choice([1024, 2048, 2300])]
         lens = [rng.choice(edges) for _ in range(rng.randint(1, 5))]
         fmt = rng.choice(list(LatentFormat))
         case = make_case(
@@ -68,7 +68,7 @@ def test_samples_of_everything(decode: Decode, seed: int) -> None:
             q_len=q_len,
             q_lens=[min(rng.randint(0, q_len), n) for n in lens] if rng.random() < 0.5 else None,
             block_size=size,
-            window=rng.choice([None, None, 1, 7, 40, 1200]),
+            window=rng.choice([None, None, 1, 7, 40, 1200, 2100]),
             sink=rng.random() < 0.3,
             k_scale=rng.choice([1.0, 0.02, 3.7]) if fmt is LatentFormat.FP8 else 1.0,
             dtype=rng.choice([torch.float32, torch.float16, torch.bfloat16]),
@@ -136,7 +136,7 @@ def test_equal_rows_give_equal_results_report_16(q_len: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_batch_invariance_report_26(dtype: torch.dtype) -> None:
     """A row alone and among others: the same bits."""
-    lens = [1700, 3, 1024, 40, 2048, 999]
+    lens = [2700, 3, 2048, 40, 2049, 999]
     case = make_case(LatentFormat.BFLOAT16, lens, heads=4, q_len=2, dtype=dtype, batch_invariant=True)
     cpu.decode(case.call)
     for row in range(len(lens)):
