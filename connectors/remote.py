@@ -136,8 +136,13 @@ class RemoteStore(Store):
     def _unseal_stream(
         self, key: StoreKey, read_into: Callable[[memoryview], int], length: int, view: memoryview
     ) -> Status:
-        """As `_unseal`, reading a stored value of `length` bytes straight into the caller's buffer where it is raw."""
+        """As `_unseal`, reading a stored value of `length` bytes straight into the caller's buffer where it is raw.
+
+        `ConnectionError` when the stream ends before `length`: that is the service's fault, and not the value's.
+        """
         try:
+            if length < HEADER_BYTES:
+                raise BadValue("short header")
             start = bytearray(HEADER_BYTES)
             _fill(read_into, memoryview(start))
             header = parse_header(start, key, max_value_bytes=self.max_value_bytes)
@@ -215,7 +220,7 @@ def _fill(read_into: Callable[[memoryview], int], view: memoryview) -> None:
     while done < view.nbytes:
         read = read_into(view[done:])
         if not read:
-            raise BadValue("short value")
+            raise ConnectionError("the answer ended early")
         done += read
 
 

@@ -169,6 +169,8 @@ class S3Connector(RemoteStore):
     def _read(self, key: StoreKey, view: memoryview) -> Status:
         found = self._client.get_object(**self._object(key))
         with found["Body"] as body:
+            if "ContentLength" not in found:
+                raise ConnectionError("the answer's headers ended early")
             return self._unseal_stream(key, body.readinto, found["ContentLength"], view)
 
     def _put(self, keys: Sequence[StoreKey], views: Sequence[memoryview]) -> list[Status]:

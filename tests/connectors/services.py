@@ -40,8 +40,11 @@ class Service:
     def start(self) -> None:
         """Start it, and wait until it answers."""
         with self._log.open("ab") as log:
-            # A process group of its own, so that a Ctrl-C meant for the tests does not reach it before they clean up.
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
+            # A session of its own, so that a Ctrl-C meant for the tests does not reach it before they clean up; and it
+            # dies with the tests' process, however that ends.
+            with_us = ["setpriv", "--pdeathsig", "KILL", "--"] if shutil.which("setpriv") else []
+            command = [*with_us, *self._command]
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + 30
         while not self._ready():
             if self._process.poll() is not None or time.monotonic() > deadline:

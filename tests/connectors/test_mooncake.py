@@ -167,7 +167,7 @@ def test_a_peer_that_dies_takes_its_values_and_nothing_else(tmp_path: Path) -> N
                 killer.join()
                 assert statuses <= {Status.HIT, Status.ERROR, Status.MISS}
                 # Until the master gives the peer up, its values cannot be read; then they are not there.
-                services.wait_for(lambda: store.contains(keys) == [Status.MISS] * 20)
+                services.wait_for(lambda: store.contains(keys) == [Status.MISS] * 20, 60)
         finally:
             holder.kill()
             holder.communicate()

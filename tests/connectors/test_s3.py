@@ -152,7 +152,7 @@ def test_a_service_that_dies_mid_transfer_and_comes_back_empty(tmp_path: Path, s
                     assert status is not Status.HIT or buffer == value
                 seen |= set(statuses)
             killer.join()
-            assert seen <= {Status.HIT, Status.ERROR}
+            assert seen <= {Status.HIT, Status.ERROR}, store.stats().faults
             server.service.start()
             assert store.contains(keys[:1]) == [Status.MISS]
             assert store.put(keys[:1], values[:1]) == [Status.ERROR]  # the bucket is gone
