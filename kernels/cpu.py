@@ -1,14 +1,14 @@
 """MLA decode on a CPU, in torch alone: the backend `CPU`.
 
-    row's keys    |  edge  |  full  |  full  |  edge  |        parts of about 2,048 keys, cut at whole blocks
+    row's keys    |  edge  |  full  |  full  |  edge  |        parts of up to 4,096 keys, cut at whole blocks
                   ^ window's start           ^ the query tokens' own keys, the row's end
-    group         parts of any rows, some per thread: gather -> (convert) -> flash attention -> merge by LSE
+    group         parts of any rows, one or more a thread: gather -> (convert) -> flash attention -> merge by LSE
 
-A group's latents fit the processor's caches: gathered there, they serve as keys and as values without a second trip to
-memory, and the buffers are kept from call to call, because fresh pages cost more than the arithmetic. *Full* parts are
-seen whole by every query token of their row; the others take a mask, and what no query sees is zeroed, since a
-probability of zero does not hide a NaN. Products run in bfloat16 (which processors with AMX do fast) where query and
-cache allow it, in float32 otherwise; sums and LSE in float32. Reads lengths as numbers, which is free on a CPU.
+A group's latents are gathered once and serve as keys and as values. The buffers are kept from call to call, because
+fresh pages cost more than the arithmetic. *Full* parts are seen whole by every query token of their row; the others take
+a mask, and what no query sees is zeroed, since a probability of zero does not hide a NaN. Products run in bfloat16
+(which processors with AMX do fast) where query and cache allow it, in float32 otherwise; sums and LSE in float32. Reads
+lengths as numbers, which is free on a CPU.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ import torch
 from .contract import MlaCall
 from .formats import SCALE_GROUP, LatentFormat
 
-# Two parts a thread of this many keys were the fastest of 256 to 4,096 keys and 1 to 4 parts, in float32 and bfloat16.
-PART_KEYS = 2048
-PARTS_PER_THREAD = 2
+# A thread's share of a group: one part, or several short ones. 9 MB of float32 latents that stay allocated; of 256 to
+# 4,096 keys the most was the fastest, since it saves calls and merges.
+KEYS_PER_THREAD = 4096
+# Few keys are cut into smaller parts, so that every thread has some; this many at least.
+MIN_PART_KEYS = 512
+# Parts that depend on nothing but the row.
+INVARIANT_PART_KEYS = 1024
 # The one attention kernel of torch for CPUs that returns the LSE; `scaled_dot_product_attention` runs it underneath.
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -68,14 +72,15 @@ _scratch = _Scratch()
 def decode(call: MlaCall) -> None:
     """Answer the call into its `out` and `lse`."""
     spans = _spans(call)
-    full, edges = _cut(call, spans)
+    width = max(1, _part_keys(call, spans) // call.block_size)
+    limit = max(1, _group_keys() // (width * call.block_size))
+    full, edges = _cut(call, spans, width)
     dtype = _product_dtype(call)
     query = (call.query if call.query.dtype == dtype else call.query.to(dtype)).flatten(1, 2)[:, None]
     scale, value_scale = call.scale, 1.0
     if call.fmt is LatentFormat.FP8:
         value_scale = float(call.k_scale)
         scale *= value_scale
-    limit = PARTS_PER_THREAD * torch.get_num_threads()
     parts: list[_Part] = []
     results: list[tuple[torch.Tensor, torch.Tensor]] = []
     # Full parts are looked up all at once, edges a group at a time: each group has a width of its own.
@@ -116,10 +121,21 @@ def _spans(call: MlaCall) -> list[_Span]:
     return spans
 
 
-def _cut(call: MlaCall, spans: list[_Span]) -> tuple[list[_Part], list[_Part]]:
-    """Full parts, all of the same width, and the edges."""
+def _group_keys() -> int:
+    return KEYS_PER_THREAD * torch.get_num_threads()
+
+
+def _part_keys(call: MlaCall, spans: list[_Span]) -> int:
+    """The longest part: a power of two, small enough that the batch gives two to every thread."""
+    if call.batch_invariant:
+        return INVARIANT_PART_KEYS
+    keys = sum(max(span.stop - span.low, 0) for span in spans) // (2 * torch.get_num_threads())
+    return min(max(1 << max(keys, 1).bit_length() - 1, MIN_PART_KEYS), KEYS_PER_THREAD)
+
+
+def _cut(call: MlaCall, spans: list[_Span], width: int) -> tuple[list[_Part], list[_Part]]:
+    """Full parts, all of `width` columns, and the edges."""
     size = call.block_size
-    width = max(1, PART_KEYS // size)
     full: list[_Part] = []
     edges: list[_Part] = []
     for row, span in enumerate(spans):
@@ -141,7 +157,7 @@ def _groups(call: MlaCall, edges: list[_Part]) -> list[list[_Part]]:
         # An edge is widened to the widest of its group, which changes the order in which its keys are summed up.
         return [[edge] for edge in edges]
     edges = sorted(edges, key=lambda edge: edge.columns)
-    limit = PARTS_PER_THREAD * torch.get_num_threads() * max(1, PART_KEYS // call.block_size)
+    limit = max(1, _group_keys() // call.block_size)
     groups: list[list[_Part]] = []
     for edge in edges:
         if groups and (len(groups[-1]) + 1) * edge.columns <= limit:
@@ -258,13 +274,20 @@ def _merge(
     rows = torch.tensor([part.row for part in parts])
     out = out.float()
     shape = (call.batch, lse.shape[1])
-    highest = torch.full(shape, -math.inf).scatter_reduce_(0, rows[:, None].expand_as(lse), lse, "amax")
-    weights = torch.exp(lse - highest.clamp(min=torch.finfo(torch.float32).min)[rows])
-    total = torch.zeros(shape).index_add_(0, rows, weights)
-    summed = torch.zeros((*shape, call.latent_dim)).index_add_(0, rows, out * weights[..., None])
-    seen = total > 0
-    lse = torch.where(seen, highest + total.log(), -math.inf)
-    norm = value_scale / total
+    if len(set(rows.tolist())) == len(rows):
+        # One part a row: nothing to add up.
+        summed = torch.zeros((*shape, call.latent_dim)).index_copy_(0, rows, out)
+        lse = torch.full(shape, -math.inf).index_copy_(0, rows, lse)
+        seen = lse > -math.inf
+        norm = torch.full(shape, value_scale)
+    else:
+        highest = torch.full(shape, -math.inf).scatter_reduce_(0, rows[:, None].expand_as(lse), lse, "amax")
+        weights = torch.exp(lse - highest.clamp(min=torch.finfo(torch.float32).min)[rows])
+        total = torch.zeros(shape).index_add_(0, rows, weights)
+        summed = torch.zeros((*shape, call.latent_dim)).index_add_(0, rows, out * weights[..., None])
+        seen = total > 0
+        lse = torch.where(seen, highest + total.log(), -math.inf)
+        norm = value_scale / total
     if call.sink is not None:
         with_sink = torch.logaddexp(lse, call.sink.repeat(call.q_len).expand_as(lse))
         norm *= torch.exp(lse - with_sink)
