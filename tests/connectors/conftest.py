@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("kvtide.offload.conformance")
 
 import services  # noqa: E402
-
-BUCKET = "kvtide-tests"
-
-
-@contextmanager
-def skipping() -> Iterator[None]:
-    """A skip, with its reason, where a service is not installed."""
-    try:
-        yield
-    except services.NotInstalled as missing:
-        pytest.skip(str(missing))
+from services import BUCKET, skipping  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -20,11 +20,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 PASSWORD = "correct-horse"
+BUCKET = "kvtide-tests"
 
 
 class NotInstalled(Exception):
     """The program or package that a service needs is absent; the text names it."""
+
+
+@contextmanager
+def skipping() -> Iterator[None]:
+    """A skip, with its reason, where a service is not installed."""
+    try:
+        yield
+    except NotInstalled as missing:
+        pytest.skip(str(missing))
 
 
 class Service:

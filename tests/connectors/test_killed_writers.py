@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import services
-from conftest import BUCKET, skipping
+from services import BUCKET, skipping
 
 from kvtide.connectors.config import make_store
 from kvtide.kvcache import KvtideError

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import services
-from conftest import skipping
+from services import skipping
 
 from kvtide.connectors.config import store_settings
 from kvtide.connectors.mooncake import MooncakeConfig, MooncakeConnector

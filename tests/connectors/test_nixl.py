@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import services
-from conftest import BUCKET
+from services import BUCKET
 
 from kvtide.connectors.config import store_settings
 from kvtide.connectors.nixl import NixlConfig, NixlConnector

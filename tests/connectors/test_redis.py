@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import services
-from conftest import skipping
+from services import skipping
 
 from kvtide.connectors.config import store_settings
 from kvtide.connectors.redis import STRING_LIMIT, RedisConfig, RedisConnector

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import services
-from conftest import skipping
+from services import skipping
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "offload_remote.py"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import services
-from conftest import BUCKET, skipping
+from services import BUCKET, skipping
 
 from kvtide.connectors.config import store_settings
 from kvtide.connectors.s3 import S3Config, S3Connector
