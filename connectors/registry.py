@@ -26,6 +26,7 @@ BUILT_IN = {
     "LMDBConnector": "kvtide.connectors.lmdb",
     "SharedStorageConnector": "kvtide.connectors.shared_storage",
     "NixlConnector": "kvtide.connectors.nixl",
+    "NixlPeerConnector": "kvtide.connectors.nixl_peer",
     "RedisConnector": "kvtide.connectors.redis",
     "S3Connector": "kvtide.connectors.s3",
     "MooncakeConnector": "kvtide.connectors.mooncake",

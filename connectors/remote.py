@@ -112,13 +112,6 @@ class RemoteStore(Store):
     def _delete_once(self, keys: Sequence[StoreKey]) -> list[Status]:
         return _once(keys, lambda places: self._delete([keys[at] for at in places]), {Status.DELETED: Status.MISS})
 
-    def _without_header(self, key: StoreKey) -> Status:
-        # A header that was not read for a fault of the service must not cost a sound value: ask once more.
-        header = self.headers([key])[0]
-        if header is not None:
-            return self.get_into([key], [bytearray(header.raw_bytes)])[0]
-        return super()._without_header(key)
-
     def _seal(self, key: StoreKey, view: memoryview) -> tuple[bytes, memoryview]:
         """The header and the payload that are stored for a value: never longer than header and value."""
         return seal(key, view, self._codec)

@@ -144,6 +144,10 @@ class Store(ABC):
         ]
 
     def _without_header(self, key: StoreKey) -> Status:
+        # A header that was not read for a fault of the moment must not cost a sound value: ask once more.
+        header = self.headers([key])[0]
+        if header is not None:
+            return self.get_into([key], [bytearray(header.raw_bytes)])[0]
         # What is there without a readable header is found out, counted and removed by a read of any length.
         return Status.MISS if self.contains([key]) == [Status.MISS] else self.get_into([key], [bytearray(1)])[0]
 
