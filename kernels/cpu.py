@@ -5,8 +5,8 @@
     group         parts of any rows, one or more a thread: gather -> (convert) -> flash attention -> merge by LSE
 
 A group's latents are gathered once and serve as keys and as values. The buffers are kept from call to call, because
-fresh pages cost more than the arithmetic. *Full* parts are seen whole by every query token of their row; the others take
-a mask, and what no query sees is zeroed, since a probability of zero does not hide a NaN. Products run in bfloat16
+fresh pages cost more than the arithmetic. *Full* parts are seen whole by every query token of their row; the others
+take a mask, and what no query sees is zeroed, since a probability of zero does not hide a NaN. Products run in bfloat16
 (which processors with AMX do fast) where query and cache allow it, in float32 otherwise; sums and LSE in float32. Reads
 lengths as numbers, which is free on a CPU.
 """
