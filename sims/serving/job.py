@@ -1,0 +1,111 @@
+"""One request inside the scheduler, and one step as the scheduler decided it. Plain state; `scheduler.py` moves it.
+
+Counters are vLLM's. With one step in flight (`o` sampled tokens not seen yet, `d` drafts):
+
+    prompt ... output | o d d d            tokens known | placeholders
+    <---------- computed --------->        counted as soon as they are scheduled, rolled back for rejected drafts
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvtide.kvcache import ConfigError
+from kvtide.kvcache.specs import Int64Array
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """A request to serve. `output` are the tokens that the model will sample; their number is its `max_tokens`.
+
+    `priority` lower is served first (under the priority policy). What follows `arrival_s` in a comparison is the id, as
+    in vLLM. `image_tokens` are kept by cross-attention layers.
+    """
+
+    request_id: str
+    prompt: Int64Array
+    output: Int64Array
+    arrival_s: float = 0.0
+    priority: int = 0
+    image_tokens: int = 0
+    num_output: int = field(default=0, init=False)
+    computed: int = field(default=0, init=False)
+    placeholders: int = field(default=0, init=False)
+    drafts: int = field(default=0, init=False)
+    in_flight: int = field(default=0, init=False)
+    is_prefill_chunk: bool = field(default=False, init=False)
+    preemptions: int = field(default=0, init=False)
+    row: int | None = field(default=None, init=False)
+    finished: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if not len(self.prompt) or not len(self.output):
+            raise ConfigError(f"request {self.request_id!r} needs a prompt and an output of at least one token each")
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and sampled output."""
+        return len(self.prompt) + self.num_output
+
+    @property
+    def rank(self) -> tuple[int, float, str]:
+        """Order under the priority policy, first to last."""
+        return self.priority, self.arrival_s, self.request_id
+
+    @property
+    def will_end_in_flight(self) -> bool:
+        """Whether steps in flight are sure to reach the last output token, even if all their drafts are rejected."""
+        placeholders = self.placeholders
+        return placeholders > 0 and self.computed + 2 - placeholders >= self.longest
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the sequence at its end."""
+        return len(self.prompt) + len(self.output)
+
+    def known_tokens(self) -> Int64Array:
+        """Ids of the tokens known."""
+        return np.concatenate([self.prompt, self.output[: self.num_output]])
+
+    def tokens_between(self, begin: int, end: int) -> Int64Array:
+        """Ids of the output tokens at positions `begin` (at least the prompt's length) to `end` of the sequence."""
+        return self.output[begin - len(self.prompt) : end - len(self.prompt)]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A job's part of a step: `num_tokens` computed from position `start` on, the last `num_drafts` of them drafts.
+
+    `samples` says whether the step ends at the last token known, so that a token is sampled; `hit` is the tokens found
+    in the cache when the step admits the job, else None. `is_padding` marks drafts that only fill the step up to the
+    width of a decode step; none of them can be accepted.
+    """
+
+    job: Job
+    row: int
+    start: int
+    num_tokens: int
+    num_drafts: int
+    samples: bool
+    hit: int | None = None
+    is_padding: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step: parts in the order of scheduling, and the jobs that were preempted for it (their work is lost)."""
+
+    parts: tuple[Scheduled, ...]
+    preempted: tuple[Job, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes, drafts included."""
+        return sum(part.num_tokens for part in self.parts)

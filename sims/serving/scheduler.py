@@ -1,0 +1,380 @@
+"""Which requests run in the next step, and on how many tokens: vLLM's rules, over the real memory manager.
+
+    add(job) ─► schedule() ─► Step ─► the engine computes it ─► complete(step, accepted) ─► Outcomes ─┐
+                   ▲                                                                                  │
+                   └──────────────────────────────────────────────────────────────────────────────────┘
+
+The scheduler decides and knows no time. Running jobs come first, in order of admission; each gets what it lacks, as far
+as the step's budget goes. When blocks run out the last job (or the one of lowest priority) is preempted: it loses its
+blocks, computes again later, and is first in the queue. Only in a step without preemption are waiting jobs admitted,
+from the head of the queue and no further than the first that does not fit.
+
+Differences from vLLM that come from kvtide's manager, each pinned by a test against vLLM:
+
+- *Deferred free*: blocks of a job with a step in flight are not given away before that step is done. So such a job is
+  no victim, and the step stops there; vLLM follows the same rule when a KV consumer is attached.
+- *Keys at commit*: a block can be hit once its tokens are committed; in vLLM from the moment they are scheduled.
+- *Dead blocks at commit*: blocks out of the window come back when the step is done; in vLLM when the request is
+  scheduled next, so that it sees less room in a hybrid model.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtide.hma import HybridMemoryManager
+from kvtide.kvcache import ConfigError, Exhausted, KvtideError
+from kvtide.kvcache.geometry import PageGeometry
+from kvtide.kvcache.specs import Int64Array
+
+from .job import Job, Scheduled, Step
+from .queue import WaitingQueue
+from .room import Room
+from .settings import EngineSettings
+
+
+class Outcome(NamedTuple):
+    """What a step did for a job: tokens sampled (0 inside a prompt), drafts verified and accepted, whether it ended."""
+
+    job: Job
+    num_sampled: int
+    num_drafts: int
+    num_accepted: int
+    finished: bool
+
+
+class _Batch:
+    """A step in the making: its parts, the tokens still to give away, the blocks that its rows will take."""
+
+    def __init__(self, settings: EngineSettings, room: Room) -> None:
+        self.parts: list[Scheduled] = []
+        self.tokens = settings.step_budget
+        # Slots that the model's input has left; a drafter may need some beyond the scheduled tokens.
+        self.slots = settings.max_num_batched_tokens
+        self._slots_each = settings.draft_slots if settings.rules.draft_slots_per_request else 0
+        self.needs = room.none()
+        self.has_running = self.has_prefill = False
+
+    @property
+    def limit(self) -> int:
+        """The most tokens that one more job can get."""
+        return min(self.tokens, self.slots - self._slots_each)
+
+    def add(self, part: Scheduled) -> None:
+        self.parts.append(part)
+        self.tokens -= part.num_tokens
+        self.slots -= part.num_tokens + self._slots_each
+        if part.hit is None:
+            self.has_running = True
+            self.has_prefill |= part.job.is_prefill_chunk
+
+    def drop(self, job: Job) -> bool:
+        """Take a job out again, if it is in."""
+        for part in self.parts:
+            if part.job is job:
+                self.parts.remove(part)
+                self.tokens += part.num_tokens
+                self.slots += part.num_tokens + self._slots_each
+                return True
+        return False
+
+
+class Scheduler:
+    """The scheduler of one engine and the memory manager under it.
+
+    `memory` is the pool in bytes, of one rank. `ConfigError` when the pool cannot hold one request of `max_model_len`,
+    or for a combination that the manager cannot run.
+    """
+
+    def __init__(self, geometry: PageGeometry, memory: int, settings: EngineSettings) -> None:
+        self.settings = settings
+        has_states = any(fmt.block_size == 0 for fmt in geometry.formats)
+        drafts = settings.num_speculative_tokens
+        if has_states and drafts and settings.steps_in_flight > 1:
+            raise ConfigError(
+                f"{geometry.layout.name} has recurrent states: with drafts only one step may be in flight; "
+                "turn async_scheduling (and pipeline parallelism) off"
+            )
+        self.manager = HybridMemoryManager(
+            geometry,
+            memory,
+            max_requests=settings.max_num_seqs + 1,  # one more for the waiting job that is tried
+            max_model_len=settings.max_model_len,
+            max_step_tokens=settings.max_num_batched_tokens,
+            max_steps_in_flight=settings.steps_in_flight,
+            lookahead=max(settings.lookahead_tokens, drafts) if has_states else settings.lookahead_tokens,
+            prefix_caching=settings.enable_prefix_caching,
+        )
+        self.room = Room(self.manager, settings.charged_in_flight, settings.watermark)
+        self.waiting = WaitingQueue(settings.scheduling_policy)
+        self.running: list[Job] = []
+        self.num_preemptions = 0
+        self._preempted: list[Job] = []  # since the last step; a call that ends without one can preempt too
+        self._in_flight: deque[Step] = deque()
+
+    def add(self, job: Job) -> None:
+        """A request arrives. `ConfigError` when it is longer than the engine takes."""
+        if job.num_prompt >= self.settings.max_model_len:
+            raise ConfigError(
+                f"the prompt of request {job.request_id!r} has {job.num_prompt} tokens; max_model_len "
+                f"{self.settings.max_model_len} leaves no room for an output"
+            )
+        self.waiting.add(job)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is running or waiting, or a step in flight."""
+        return bool(self.running or len(self.waiting) or self._in_flight)
+
+    @property
+    def can_schedule(self) -> bool:
+        """Whether one more step may be in flight."""
+        return len(self._in_flight) < self.settings.steps_in_flight
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Step | None:
+        """Decide the next step and reserve its blocks; None when nothing can be computed now.
+
+        `KvtideError` when too many steps are in flight.
+        """
+        if not self.can_schedule:
+            raise KvtideError(f"{len(self._in_flight)} steps are in flight; complete one first")
+        threshold = self.settings.long_prefill_token_threshold
+        if len(self.running) + len(self.waiting) <= 1:
+            threshold = 0
+        batch = _Batch(self.settings, self.room)
+        preempted: list[Job] = []
+        # Nearly always all running jobs fit; only when they do not is room made job by job.
+        self._run(batch, threshold)
+        batch.needs = self._needs(batch.parts)
+        if not self.room.fits(batch.needs):
+            batch = _Batch(self.settings, self.room)
+            self._run(batch, threshold, preempted)
+        if not preempted:
+            self._admit_waiting(batch, threshold)
+        self._preempted += preempted
+        if not batch.parts:
+            return None
+        step = Step(tuple(batch.parts), tuple(self._preempted))
+        self._preempted = []
+        self.manager.reserve(
+            [part.row for part in step.parts],
+            [part.num_tokens for part in step.parts],
+            num_drafts=[0 if part.is_padding else part.num_drafts for part in step.parts],
+        )
+        for part in step.parts:
+            self._advance(part, len(step.parts))
+        self._in_flight.append(step)
+        return step
+
+    def complete(self, step: Step, accepted: Sequence[int]) -> list[Outcome]:
+        """The oldest step is done: `accepted[i]` of the drafts of its part i were right.
+
+        Returns what became of each job that is still running, in the step's order. `KvtideError` for another step or
+        impossible counts.
+        """
+        if not self._in_flight or self._in_flight[0] is not step:
+            raise KvtideError("steps are completed in the order in which they were scheduled")
+        if len(accepted) != len(step.parts):
+            raise KvtideError(f"accepted has {len(accepted)} counts for a step of {len(step.parts)} requests")
+        for part, count in zip(step.parts, accepted, strict=True):
+            most = part.num_drafts if part.samples and not part.is_padding else 0
+            if not 0 <= count <= most:
+                raise KvtideError(f"request {part.job.request_id!r} has {count} accepted of {most} drafts")
+        self._in_flight.popleft()
+        alive = [(part, count) for part, count in zip(step.parts, accepted, strict=True) if not part.job.finished]
+        self._commit(alive)
+        following = self.settings.drafts_after(len(step.parts))
+        outcomes = [self._settle(part, count, following) for part, count in alive]
+        if any(outcome.finished for outcome in outcomes):
+            self.running = [job for job in self.running if not job.finished]
+        return outcomes
+
+    # -- running jobs -------------------------------------------------------------------------------------------------
+
+    def _run(self, batch: _Batch, threshold: int, preempted: list[Job] | None = None) -> None:
+        """Give every running job its tokens while the budget lasts. With `preempted`, also make room for its blocks."""
+        at = 0
+        while at < len(self.running) and batch.limit > 0:
+            job = self.running[at]
+            at += 1
+            num = 0 if job.will_end_in_flight else self._wanted(job, batch, threshold)
+            if num <= 0:
+                continue
+            part = self._part(job, num)
+            if preempted is not None:
+                need = self._needs([part])
+                if not self._make_room(job, need, batch, preempted):
+                    break
+                batch.needs = batch.needs + need
+                at = self.running.index(job) + 1  # victims before it may have gone
+            batch.add(part)
+
+    def _wanted(self, job: Job, batch: _Batch, threshold: int) -> int:
+        num = job.num_tokens + job.drafts + job.placeholders - job.computed
+        if 0 < threshold < num:
+            num = threshold
+        # The token that is sampled after the last one computed must have a position too.
+        return min(num, batch.limit, self.settings.max_model_len - job.computed - 1)
+
+    def _part(self, job: Job, num: int) -> Scheduled:
+        known = job.num_tokens + job.placeholders
+        drafts = min(job.drafts, max(job.computed + num - known, 0))
+        assert job.row is not None
+        return Scheduled(job, job.row, job.computed, num, drafts, samples=job.computed + num >= known)
+
+    def _make_room(self, job: Job, need: Int64Array, batch: _Batch, preempted: list[Job]) -> bool:
+        """Preempt until the job's blocks fit beside the batch's; False when it has itself gone, or no victim can."""
+        while not self.room.fits(batch.needs + need):
+            if self.settings.scheduling_policy == "priority":
+                victim = max(self.running, key=lambda other: other.rank[:2])
+            else:
+                victim = self.running[-1]
+            if victim.in_flight:
+                return False
+            self.running.remove(victim)
+            if batch.drop(victim):
+                batch.needs = self._needs(batch.parts)
+            self._preempt(victim)
+            preempted.append(victim)
+            if victim is job:
+                return False
+        return True
+
+    def _preempt(self, job: Job) -> None:
+        assert job.row is not None
+        self.manager.preempt(job.row)
+        job.computed = job.placeholders = job.drafts = 0
+        job.preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.put_back(job)
+
+    def _needs(self, parts: Sequence[Scheduled]) -> Int64Array:
+        return self.room.of_step([part.row for part in parts], [part.start + part.num_tokens for part in parts])
+
+    # -- waiting jobs -------------------------------------------------------------------------------------------------
+
+    def _admit_waiting(self, batch: _Batch, threshold: int) -> None:
+        """Admit from the head of the queue until one does not fit."""
+        while len(self.waiting) and batch.limit > 0 and len(self.running) < self.settings.max_num_seqs:
+            job = self.waiting.head
+            row, hit = self._take_row(job)
+            part = self._first_part(job, row, hit, batch, threshold)
+            if part is None or not self._may_enter(part, batch):
+                self.manager.preempt(row)
+                return
+            batch.needs = batch.needs + self._needs([part])
+            self.waiting.pop()
+            self.running.append(job)
+            job.computed = hit
+            batch.add(part)
+
+    def _first_part(self, job: Job, row: int, hit: int, batch: _Batch, threshold: int) -> Scheduled | None:
+        """What the job would compute in this step; None when the budget is too small for it."""
+        settings = self.settings
+        num, padding = job.num_tokens - hit, 0
+        drafts = 0 if settings.draft_schedule else settings.num_speculative_tokens
+        full_width = hit + drafts + 2 <= settings.max_model_len
+        if drafts and num == 1 and full_width and not batch.has_prefill and (batch.has_running or hit):
+            if 1 + drafts > batch.limit:
+                return None
+            num, padding = 1 + drafts, drafts
+        if 0 < threshold < num:
+            num = threshold
+        if not settings.enable_chunked_prefill and num > batch.limit:
+            return None
+        num = min(num, batch.limit)
+        samples = hit + num >= job.num_tokens
+        return Scheduled(job, row, hit, num, padding, samples, hit, is_padding=padding > 0)
+
+    def _may_enter(self, part: Scheduled, batch: _Batch) -> bool:
+        """Whether the job's blocks can be had: for all its present tokens, and for this step with its lookahead."""
+        watermark = bool(self.running)
+        if self.settings.scheduler_reserve_full_isl:
+            whole = self.room.of_sequence(part.row, min(part.job.num_tokens, self.settings.max_model_len))
+            if not self.room.fits(batch.needs + whole, with_watermark=watermark):
+                return False
+        return self.room.fits(batch.needs + self._needs([part]), with_watermark=watermark)
+
+    def _take_row(self, job: Job) -> tuple[int, int]:
+        """Bring the job into the manager and pin its hit; its row, and tokens hit."""
+        if job.row is not None:
+            if job.num_output != 1 or self.manager.num_tokens(job.row) > job.num_prompt:
+                return job.row, self.manager.resume(job.row).num_cached_tokens
+            # The manager has not seen the first sampled token, without which it would not look for the whole prompt.
+            self._give_up_row(job)
+        try:
+            admission = self._admit(job)
+        except Exhausted:
+            # Jobs preempted long ago hold rows behind jobs of higher priority. The last of them starts afresh later.
+            holder = self.waiting.last_with_row(job)
+            assert holder is not None
+            self._give_up_row(holder)
+            admission = self._admit(job)
+        job.row = admission[0]
+        return admission
+
+    def _give_up_row(self, job: Job) -> None:
+        assert job.row is not None
+        self.manager.release(job.row)
+        job.row = None
+
+    def _admit(self, job: Job) -> tuple[int, int]:
+        admission = self.manager.admit(job.request_id, job.known_tokens(), image_tokens=job.image_tokens)
+        return admission.row, admission.num_cached_tokens
+
+    # -- before and after a step --------------------------------------------------------------------------------------
+
+    def _advance(self, part: Scheduled, batch: int) -> None:
+        """Count the step's tokens as computed, and with steps in flight its samples as known."""
+        job = part.job
+        job.computed += part.num_tokens
+        job.in_flight += part.num_tokens
+        job.is_prefill_chunk = not part.samples
+        job.drafts = 0
+        if part.samples and self.settings.async_scheduling:
+            job.placeholders += 1 + part.num_drafts
+            job.drafts = self.settings.drafts_after(batch)
+
+    def _commit(self, alive: Sequence[tuple[Scheduled, int]]) -> None:
+        manager = self.manager
+        counts, tokens = [], []
+        for part, accepted in alive:
+            committed = int(manager.committed[part.row])
+            count = part.num_tokens - part.num_drafts + accepted
+            # Accepted drafts beyond the output's end have no token; the request ends here anyway.
+            count = min(count, part.job.longest - committed)
+            counts.append(count)
+            known = manager.num_tokens(part.row)
+            if committed + count > known:
+                tokens.append(part.job.tokens_between(known, committed + count))
+        ids = np.concatenate(tokens) if tokens else np.empty(0, dtype=np.int64)
+        manager.commit([part.row for part, _ in alive], counts, ids)
+
+    def _settle(self, part: Scheduled, accepted: int, following_drafts: int) -> Outcome:
+        """Roll rejected drafts back, append what was sampled, end the job when its output is whole."""
+        job = part.job
+        job.in_flight -= part.num_tokens
+        sampled = 0
+        if part.samples:
+            rejected = part.num_drafts - accepted
+            job.computed -= rejected
+            room = min(job.longest, self.settings.max_model_len) - job.num_tokens
+            sampled = min(1 + accepted, room)
+            job.num_output += sampled
+            if self.settings.async_scheduling:
+                job.placeholders -= rejected + sampled
+            else:
+                job.drafts = following_drafts
+            if sampled == room:
+                self._finish(job)
+        return Outcome(job, sampled, part.num_drafts, accepted, job.finished)
+
+    def _finish(self, job: Job) -> None:
+        job.finished = True
+        self._give_up_row(job)
