@@ -1,0 +1,140 @@
+"""From a deployment to an engine: device memory minus weights is the pool, vLLM's defaults fill what was not given.
+
+A deployment is frozen and says everything that a run depends on besides the trace, so a report can repeat it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from kvtide.kvcache import ConfigError, ModelLayout
+from kvtide.kvcache.geometry import PageGeometry
+from kvtide.kvcache.policies import plan_geometry
+
+from ..capacity import in_flight_pages, request_pages
+from .cost import CostModel, Efficiency, Parallel
+from .defaults import resolve_limits
+from .engine import Engine
+from .gpus import GIB, GpuSpec
+from .scheduler import Scheduler
+from .settings import DEFAULT_VERSION, EngineSettings, rules_of
+from .speculation import Acceptance, SpeculativeConfig
+from .work import ModelWork
+
+# What CUDA's context, activations at the largest step and captured graphs take beside weights and cache.
+RESERVED_BYTES = 3 * GIB
+GPU_MEMORY_UTILIZATION = 0.92
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model on devices under an engine's flags, which are named as in vLLM.
+
+    `layout` is of the whole model, `work` its costs. `kv_cache_memory_bytes` overrides what utilisation leaves.
+    `policy` is the memory policy: kvtide's, or a published baseline. `acceptance` is needed with `speculative`.
+    """
+
+    layout: ModelLayout
+    work: ModelWork
+    gpu: GpuSpec
+    parallel: Parallel = field(default_factory=Parallel)
+    policy: str = "kvtide"
+    block_size: int = 16
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
+    kv_cache_memory_bytes: int | None = None
+    performance_mode: str = "balanced"
+    usage_context: str = "api-server"
+    version: str = DEFAULT_VERSION
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: str = "fcfs"
+    async_scheduling: bool = True
+    watermark: float = 0.0
+    speculative: SpeculativeConfig | None = None
+    acceptance: Acceptance | None = None
+    efficiency: Efficiency = field(default_factory=Efficiency)
+
+    def cost(self) -> CostModel:
+        """The cost model of one engine."""
+        return CostModel(self.layout.shard(self.parallel.tensor), self.work, self.gpu, self.parallel, self.efficiency)
+
+    def geometry(self) -> PageGeometry:
+        """The page geometry of one rank."""
+        layout = self.layout.shard(self.parallel.tensor)
+        # A single group has one table in any case; the manager only refuses tables that groups share.
+        return replace(plan_geometry(self.policy, layout, self.block_size), one_table=False)
+
+    def settings(self) -> EngineSettings:
+        """The flags with defaults filled in; `ConfigError` for what vLLM refuses."""
+        rules = rules_of(self.version)
+        longest = self.max_model_len or self.layout.max_model_len
+        if longest is None:
+            raise ConfigError(f"{self.layout.name} names no longest sequence; give --max-model-len")
+        limits = resolve_limits(
+            self.gpu,
+            max_model_len=longest,
+            version=self.version,
+            context=self.usage_context,
+            performance_mode=self.performance_mode,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+        )
+        drafter = self.speculative
+        return EngineSettings(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_model_len=longest,
+            block_size=self.block_size,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            enable_prefix_caching=self.enable_prefix_caching,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            scheduling_policy=self.scheduling_policy,
+            async_scheduling=self.async_scheduling and (drafter is None or drafter.allows_async_scheduling),
+            watermark=self.watermark,
+            num_speculative_tokens=drafter.num_speculative_tokens if drafter else 0,
+            lookahead_tokens=drafter.lookahead_tokens if drafter else 0,
+            draft_slots=drafter.draft_slots if drafter else 0,
+            draft_schedule=drafter.dense_schedule(limits.max_num_seqs) if drafter else (),
+            rules=rules,
+        )
+
+    def pool_bytes(self) -> int:
+        """Bytes for the KV cache on one rank; `ConfigError` when the weights leave none."""
+        if self.kv_cache_memory_bytes is not None:
+            return self.kv_cache_memory_bytes
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}, but must be above 0, at most 1"
+            )
+        weights = self.cost().weight_bytes
+        pool = int(self.gpu.memory * self.gpu_memory_utilization - weights - RESERVED_BYTES)
+        if pool <= 0:
+            raise ConfigError(
+                f"{self.layout.name} needs {weights / GIB:.1f} GiB of weights a rank, which leaves no memory for its "
+                f"KV cache on {self.gpu.name} ({self.gpu.memory / GIB:.0f} GiB); use more ranks (--tp)"
+            )
+        return pool
+
+    def engine(self, seed: int = 0) -> Engine:
+        """An engine ready to run; `ConfigError` when its pool cannot hold one request of `max_model_len`."""
+        settings, geometry, pool = self.settings(), self.geometry(), self.pool_bytes()
+        if self.speculative and self.acceptance is None:
+            raise ConfigError(
+                "speculation needs to know how many drafts come true: give --acceptance-rate, --acceptance-rates or "
+                "--acceptance-length"
+            )
+        longest = settings.max_model_len + settings.lookahead_tokens
+        pages = sum(request_pages(geometry, longest))
+        pages += sum(in_flight_pages(geometry, settings.max_num_batched_tokens, longest))
+        if pages * geometry.page_bytes > pool:
+            raise ConfigError(
+                f"one request of max_model_len {settings.max_model_len} needs {pages * geometry.page_bytes / GIB:.2f} "
+                f"GiB of KV cache; the pool has {pool / GIB:.2f} GiB: lower max_model_len or raise the memory"
+            )
+        schedulers = [Scheduler(geometry, pool, settings) for _ in range(self.parallel.data)]
+        return Engine(schedulers, self.cost(), self.acceptance or Acceptance([]), seed=seed)

@@ -1,0 +1,150 @@
+"""How long a step takes: a roofline over weights, KV cache and FLOPs, plus collectives and launches.
+
+    step = overhead + per_request * requests
+         + max(weight bytes / bandwidth, GEMM FLOPs / peak)            every rank reads its share of the weights once
+         + sum over requests of max(KV bytes / bandwidth, attention FLOPs / peak)
+         + collectives                                                 ring all-reduce, twice a layer, under TP
+
+Rates are the data sheet's times an efficiency; efficiencies and overheads are the model's only free numbers, and
+`calibrate.py` fits them to a recorded run. Windows are respected: a layer reads the KV that its query can reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtide.kvcache import ConfigError, ModelLayout
+
+from .gpus import GpuSpec
+from .job import Step
+from .work import ModelWork
+
+ACTIVATION_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The free numbers of the cost model: shares of the data sheet's rates, and seconds.
+
+    The defaults are round figures of well-tuned engines: 60 % of peak FLOP/s in large GEMMs, 80 % of the bandwidth,
+    half of the link, two milliseconds of launches and bookkeeping per step.
+    """
+
+    compute: float = 0.6
+    memory: float = 0.8
+    link: float = 0.5
+    overhead_s: float = 2e-3
+    per_request_s: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "memory", "link"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"efficiency {name} is {getattr(self, name)}, but must be above 0 and at most 1")
+        for name in ("overhead_s", "per_request_s"):
+            if not 0 <= getattr(self, name) < 10:
+                raise ConfigError(f"efficiency {name} is {getattr(self, name)}, but must be from 0 to 10 seconds")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How one engine is spread: tensor-parallel ranks, and data-parallel ranks whose experts are shared out."""
+
+    tensor: int = 1
+    data: int = 1
+
+
+class CostModel:
+    """Seconds per step of one model on one kind of GPU. `layout` is of one rank, `work` of the whole model."""
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        work: ModelWork,
+        gpu: GpuSpec,
+        parallel: Parallel = Parallel(),
+        efficiency: Efficiency = Efficiency(),
+    ) -> None:
+        self.work, self.gpu, self.parallel, self.efficiency = work, gpu, parallel, efficiency
+        self._groups = [(group.spec, group.bytes_per_token, len(group.layers)) for group in layout.groups]
+        self._state_bytes = layout.state_bytes
+        # 8-bit weights run at the 8-bit rate where the device has one.
+        peak = gpu.flops8 if work.weight_bytes <= 1 and gpu.flops8 else gpu.flops16
+        self._flops = peak * efficiency.compute
+        self._attention_flops = gpu.flops16 * efficiency.compute
+        self._bandwidth = gpu.bandwidth * efficiency.memory
+        self._link = gpu.link * efficiency.link
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of weights on one rank."""
+        work = self.work
+        experts = work.weight_bytes * work.routed_params
+        return (work.bytes_total - experts) / self.parallel.tensor + experts / (
+            self.parallel.tensor * self.parallel.data
+        )
+
+    def seconds(self, steps: Sequence[Step | None]) -> float:
+        """One step of all data-parallel ranks in lockstep; None is a rank with nothing to do."""
+        ranks = [self._rank(step) for step in steps if step is not None]
+        tokens = sum(step.num_tokens for step in steps if step is not None)
+        return max(ranks) + self._experts(tokens, len(steps)) + self._collectives(steps, tokens)
+
+    def _rank(self, step: Step) -> float:
+        """What one rank does by itself: overheads, dense layers, head, attention."""
+        work, tensor = self.work, self.parallel.tensor
+        samples = sum(1 + part.num_drafts for part in step.parts if part.samples)
+        dense = 2.0 * (work.dense_params * step.num_tokens + work.head_params * samples) / tensor
+        weights = (work.weight_bytes * work.dense_params + 2.0 * work.head_params) / tensor
+        return (
+            self.efficiency.overhead_s
+            + self.efficiency.per_request_s * len(step.parts)
+            + max(weights / self._bandwidth, dense / self._flops)
+            + self._attention(step)
+        )
+
+    def _attention(self, step: Step) -> float:
+        start = np.array([part.start for part in step.parts], dtype=np.int64)
+        tokens = np.array([part.num_tokens for part in step.parts], dtype=np.int64)
+        end = start + tokens
+        # Writing and reading the cache, and scores and values over what each token can reach: on average the context
+        # at the middle of the chunk, cut by the window.
+        reads = np.zeros(len(start))
+        pairs = np.zeros(len(start))
+        for spec, token_bytes, layers in self._groups:
+            if not token_bytes:
+                continue
+            reach = end if spec.reach is None else np.minimum(end, spec.reach + tokens)
+            seen = (start + end + 1) / 2
+            if spec.reach is not None:
+                seen = np.minimum(seen, spec.reach)
+            reads += reach * token_bytes
+            pairs += layers * tokens * seen
+        flops = 4.0 * pairs * self.work.query_size / self.parallel.tensor
+        states = 2.0 * self._state_bytes
+        per_request = np.maximum((reads + states) / self._bandwidth, flops / self._attention_flops)
+        return float(per_request.sum())
+
+    def _experts(self, tokens: int, ranks: int) -> float:
+        """Routed experts, spread over all ranks: their weights are read once for the tokens of all."""
+        work = self.work
+        if not work.experts:
+            return 0.0
+        shares = self.parallel.tensor * ranks
+        weights = work.weight_bytes * work.routed_params * work.experts_touched(tokens) / shares
+        flops = 2.0 * work.expert_layers * work.experts_per_token * work.expert_params * tokens / shares
+        return max(weights / self._bandwidth, flops / self._flops)
+
+    def _collectives(self, steps: Sequence[Step | None], tokens: int) -> float:
+        """All-reduce after attention and MLP under TP; gather and scatter around the experts under DP."""
+        work, tensor, data = self.work, self.parallel.tensor, self.parallel.data
+        per_token = work.hidden * ACTIVATION_BYTES
+        seconds = 0.0
+        if tensor > 1:
+            most = max(step.num_tokens for step in steps if step is not None)
+            seconds += work.layers * 2 * 2 * (tensor - 1) / tensor * most * per_token / self._link
+        if data > 1:
+            seconds += work.expert_layers * 2 * (data - 1) / data * tokens * per_token / self._link
+        return seconds

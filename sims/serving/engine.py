@@ -1,0 +1,240 @@
+"""A trace through the engine in virtual time: arrivals, steps one after another, what became of every request.
+
+    arrivals ─► scheduler ─► step, step, ... (up to two in flight) ─► the device runs them back to back ─► tokens
+
+The scheduler runs whenever a step's result is in; with asynchronous scheduling that is while the next step computes, so
+the device never waits for it. Data-parallel ranks run in lockstep, as vLLM runs them when experts are shared out; a
+request goes to the rank with the fewest `4 * waiting + running`. Memory is sampled at most `SAMPLES` times, and the
+causes must add up to the pool each time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtide.hma import MemoryByCause
+from kvtide.hma.drafts import DraftCounts
+from kvtide.kvcache import ConfigError, KvtideError
+
+from ..traces import Request
+from .cost import CostModel
+from .job import Job, Step
+from .scheduler import Scheduler
+from .speculation import Acceptance
+from .tokens import output_tokens, prompt_tokens
+
+SAMPLES = 512
+
+
+class Served(NamedTuple):
+    """One request's story, in seconds of virtual time; tokens of prompt, output, and prompt tokens from the cache."""
+
+    request_id: str
+    arrival_s: float
+    admitted_s: float
+    first_token_s: float
+    last_token_s: float
+    input_tokens: int
+    output_tokens: int
+    hit_tokens: int
+    preemptions: int
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token."""
+        return self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first; None for a single token."""
+        if self.output_tokens < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.output_tokens - 1)
+
+
+class Sample(NamedTuple):
+    """The engine at one moment: requests running and waiting, and the pool's bytes by cause, over all ranks."""
+
+    time_s: float
+    running: int
+    waiting: int
+    memory: MemoryByCause
+
+
+class Run(NamedTuple):
+    """What a simulation saw. `refused` are ids of requests longer than `max_model_len`; `busy_s` is device time."""
+
+    served: list[Served]
+    refused: list[str]
+    samples: list[Sample]
+    steps: int
+    busy_s: float
+    preemptions: int
+    computed_tokens: int
+    drafts: DraftCounts
+
+    @property
+    def makespan_s(self) -> float:
+        """From the first arrival to the last token."""
+        return max(item.last_token_s for item in self.served) - min(item.arrival_s for item in self.served)
+
+
+class _Times:
+    """Moments of one request that is being served."""
+
+    __slots__ = ("admitted", "first", "hit")
+
+    def __init__(self) -> None:
+        self.admitted = self.first = -1.0
+        self.hit = 0
+
+
+class Engine:
+    """One engine: a scheduler per data-parallel rank, a cost model, and a clock that only goes forward."""
+
+    def __init__(
+        self, schedulers: Sequence[Scheduler], cost: CostModel, acceptance: Acceptance, *, seed: int = 0
+    ) -> None:
+        if not schedulers:
+            raise ConfigError("an engine needs at least one rank")
+        self._schedulers = list(schedulers)
+        self._cost = cost
+        self._acceptance = acceptance
+        self._random = np.random.default_rng(seed)
+        self._times: dict[str, _Times] = {}
+        self._served: list[Served] = []
+        self._samples: list[Sample] = []
+        self._stride = 1
+        self._steps = self._computed = 0
+        self._busy = 0.0
+
+    def run(self, requests: Sequence[Request], on_request: Callable[[], None] = lambda: None) -> Run:
+        """Serve the requests to their ends; `on_request` is called as each finishes.
+
+        Requests without a prompt or an output are left out; `ConfigError` when none can be served.
+        """
+        usable = [request for request in requests if request.input_tokens > 0 and request.output_tokens > 0]
+        order = sorted(range(len(usable)), key=lambda i: usable[i].arrival_s)
+        coming = deque((number, usable[number]) for number in order)
+        refused: list[str] = []
+        in_flight: deque[tuple[list[Step | None], float]] = deque()
+        now = device_free = coming[0][1].arrival_s if coming else 0.0
+        while coming or in_flight or any(scheduler.has_work for scheduler in self._schedulers):
+            while coming and coming[0][1].arrival_s <= now:
+                self._arrive(*coming.popleft(), refused)
+            if all(scheduler.can_schedule for scheduler in self._schedulers):
+                wave = [scheduler.schedule() for scheduler in self._schedulers]
+                if any(wave):
+                    start = max(now, device_free)
+                    seconds = self._cost.seconds(wave)
+                    device_free = start + seconds
+                    self._busy += seconds
+                    in_flight.append((wave, device_free))
+                    self._note(wave, now)
+                    if len(in_flight) < self._schedulers[0].settings.steps_in_flight:
+                        continue
+            if in_flight:
+                wave, end = in_flight.popleft()
+                now = max(now, end)
+                for scheduler, step in zip(self._schedulers, wave, strict=True):
+                    if step is not None:
+                        self._complete(scheduler, step, now, on_request)
+            elif coming:
+                now = max(now, coming[0][1].arrival_s)
+            elif any(scheduler.has_work for scheduler in self._schedulers):
+                raise KvtideError("the pool is too small: a request waits for blocks that nothing will give back")
+        if not self._served:
+            raise ConfigError("the trace has no request that this engine can serve")
+        return Run(
+            self._served,
+            refused,
+            self._samples,
+            self._steps,
+            self._busy,
+            sum(scheduler.num_preemptions for scheduler in self._schedulers),
+            self._computed,
+            _sum_of([scheduler.manager.drafts.counts() for scheduler in self._schedulers]),
+        )
+
+    def _arrive(self, number: int, request: Request, refused: list[str]) -> None:
+        # The number makes names unique; traces repeat theirs.
+        name = f"{number}/{request.request_id}"
+        in_text = not self._schedulers[0].manager.geometry.layout.has_cross_attention
+        prompt = prompt_tokens(number, request)
+        if not in_text:
+            prompt = prompt[: max(request.input_tokens - request.image_tokens, 1)]
+        job = Job(
+            name,
+            prompt,
+            output_tokens(number, request.output_tokens),
+            request.arrival_s,
+            image_tokens=0 if in_text else request.image_tokens,
+        )
+        if job.num_prompt >= self._schedulers[0].settings.max_model_len:
+            refused.append(request.request_id)
+            return
+        self._times[name] = _Times()
+        least = min(self._schedulers, key=lambda scheduler: 4 * len(scheduler.waiting) + len(scheduler.running))
+        least.add(job)
+
+    def _note(self, wave: Sequence[Step | None], now: float) -> None:
+        for step in wave:
+            for part in step.parts if step else ():
+                self._computed += part.num_tokens
+                if part.hit is not None:
+                    times = self._times[part.job.request_id]
+                    if times.admitted < 0:
+                        times.admitted, times.hit = now, part.hit
+        if self._steps % self._stride == 0:
+            self._sample(now)
+        self._steps += 1
+
+    def _complete(self, scheduler: Scheduler, step: Step, now: float, on_request: Callable[[], None]) -> None:
+        for outcome in scheduler.complete(step, self._acceptance.accept(step, self._random)):
+            if not outcome.num_sampled:
+                continue
+            job = outcome.job
+            times = self._times[job.request_id]
+            if times.first < 0:
+                times.first = now
+            if outcome.finished:
+                del self._times[job.request_id]
+                self._served.append(
+                    Served(
+                        job.request_id.partition("/")[2],
+                        job.arrival_s,
+                        times.admitted,
+                        times.first,
+                        now,
+                        job.num_prompt,
+                        job.num_output,
+                        times.hit,
+                        job.preemptions,
+                    )
+                )
+                on_request()
+
+    def _sample(self, now: float) -> None:
+        """Memory now. When there are too many samples, every second one goes and they are taken half as often."""
+        stats = [scheduler.manager.stats() for scheduler in self._schedulers]
+        memory = MemoryByCause(*(sum(cause) for cause in zip(*stats, strict=True)))
+        running = sum(len(scheduler.running) for scheduler in self._schedulers)
+        waiting = sum(len(scheduler.waiting) for scheduler in self._schedulers)
+        self._samples.append(Sample(now, running, waiting, memory))
+        if len(self._samples) > SAMPLES:
+            del self._samples[1::2]
+            self._stride *= 2
+
+
+def _sum_of(counts: Sequence[DraftCounts]) -> DraftCounts:
+    """Counts of several ranks together."""
+    return DraftCounts(
+        sum(item.num_drafts for item in counts),
+        sum(item.num_draft_tokens for item in counts),
+        sum(item.num_accepted_tokens for item in counts),
+        tuple(map(sum, zip(*(item.num_accepted_tokens_per_position for item in counts), strict=True))),
+    )
