@@ -5,19 +5,34 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvtide.cli import main
+from kvtide.connectors.config import load_config
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
-def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    exec(compile(code, "README.md", "exec"), {})
-    assert "MemoryByCause(needed=" in capsys.readouterr().out
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize(("number", "printed"), [(0, "MemoryByCause(needed="), (1, "torch.Size([1, 1, 16, 512])")])
+def test_the_python_examples_run(number: int, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(EXAMPLES[number], "README.md", "exec"), {})
+    assert printed in capsys.readouterr().out
+    assert len(EXAMPLES) == 2
+
+
+def test_the_stores_configuration_is_valid_and_its_commands_exist() -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    config = load_config(yaml.safe_load(text), environ={})
+    assert config.kv_connector == "MultiConnector"
+    for group, name in re.findall(r"^kvtide (config|store) (\w+)", README, re.MULTILINE):
+        assert name in import_module(f"kvtide.cli.{group}").command.commands
 
 
 def test_the_pasted_demo_output_is_what_the_demo_prints(
