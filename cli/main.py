@@ -18,6 +18,8 @@ COMMANDS = {
     "waste": "Show where the KV bytes of a workload go, by cause, under each policy.",
     "layout": "Show a model's layers and groups, their bytes, and where each field came from.",
     "plan": "Show how many requests and how long a context fit in a memory budget.",
+    "simulate": "Serve a trace in virtual time: latency, throughput and memory under an engine's flags.",
+    "calibrate": "Fit the simulator's cost model to a recorded run, and say how far off it is.",
     "models": "List the bundled models.",
     "kernels": "Show which attention backends can run here, which is picked, and why the others are not.",
     "store": "Look into a configured store, check it, clean it, measure it.",

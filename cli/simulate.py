@@ -1,0 +1,269 @@
+"""`kvtide simulate`: serve a trace in virtual time and say what the engine's flags do to memory and latency."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvtide.kvcache import ConfigError, ModelLayout
+from kvtide.kvcache.policies import POLICIES
+from kvtide.sims.serving.build import GPU_MEMORY_UTILIZATION, Deployment
+from kvtide.sims.serving.calibrate import measure_run
+from kvtide.sims.serving.cost import Parallel
+from kvtide.sims.serving.defaults import CONTEXTS, MODES
+from kvtide.sims.serving.engine import Run
+from kvtide.sims.serving.gpus import gpu_of
+from kvtide.sims.serving.measures import Measures, Spread
+from kvtide.sims.serving.settings import DEFAULT_VERSION, RULES
+from kvtide.sims.serving.settings import POLICIES as SCHEDULING
+from kvtide.sims.serving.speculation import Acceptance, SpeculativeConfig, read_speculative_config
+from kvtide.sims.traces import FORMATS, Request, open_trace
+
+from .deployment import load_efficiency, load_work
+from .options import console, human_bytes, json_option, load_layout, parse_size, print_json
+
+
+def _optional_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    return None if value is None else parse_size(ctx, param, value)
+
+
+@click.command("simulate")
+@click.option("--model", required=True, help="The model's config.json, or a bundled name together with --params.")
+@click.option("--params", type=float, help="Parameters in billions, where the model is only known by its layout.")
+@click.option("--active-params", type=float, help="With --params: billions of parameters that a token goes through.")
+@click.option("--trace", required=True, help="A trace file or folder, or `demo`.")
+@click.option("--trace-format", type=click.Choice(list(FORMATS)), help="Format of the trace.")
+@click.option("--num-requests", type=int, help="Stop after this many requests.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of all random draws.")
+@click.option("--gpu", required=True, metavar="NAME[:N]", help="Device and how many of it, e.g. h200:4.")
+@click.option("--tp", type=click.IntRange(1, 1024), help="Tensor-parallel size; by default all devices.")
+@click.option("--data-parallel-size", type=click.IntRange(1, 1024), default=1, help="Ranks that share out experts.")
+@click.option("--kv-dtype", default="auto", show_default=True, help="KV cache dtype.")
+@click.option("--policy", type=click.Choice(list(POLICIES)), default="kvtide", show_default=True)
+@click.option("--block-size", default=16, show_default=True, help="Tokens per block.")
+@click.option("--max-model-len", type=int, help="Longest sequence; by default the model's.")
+@click.option("--max-num-seqs", type=int, help="Running requests; by default vLLM's for the device.")
+@click.option("--max-num-batched-tokens", type=int, help="Tokens per step; by default vLLM's for the device.")
+@click.option("--gpu-memory-utilization", default=GPU_MEMORY_UTILIZATION, show_default=True)
+@click.option("--kv-cache-memory-bytes", callback=_optional_size, help="KV memory of one rank instead, e.g. 20GiB.")
+@click.option("--performance-mode", type=click.Choice(MODES), default="balanced", show_default=True)
+@click.option("--usage-context", type=click.Choice(CONTEXTS), default="api-server", show_default=True)
+@click.option("--vllm-version", "version", type=click.Choice(list(RULES)), default=DEFAULT_VERSION, show_default=True)
+@click.option("--enable-chunked-prefill/--no-enable-chunked-prefill", default=True, show_default=True)
+@click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True)
+@click.option("--long-prefill-token-threshold", default=0, show_default=True, help="Tokens of one request in one step.")
+@click.option("--scheduling-policy", type=click.Choice(SCHEDULING), default="fcfs", show_default=True)
+@click.option("--async-scheduling/--no-async-scheduling", default=True, show_default=True)
+@click.option("--watermark", default=0.0, show_default=True, help="Share of the pool kept free at admission.")
+@click.option("--speculative-config", metavar="JSON|FILE", help="As vLLM's.")
+@click.option("--acceptance-rate", type=float, help="Probability that a draft is right if those before it were.")
+@click.option("--acceptance-rates", metavar="P,P,...", help="Share of drafts accepted at each position.")
+@click.option("--acceptance-length", type=float, help="Mean tokens per step of a request with drafts.")
+@click.option("--efficiency", type=click.Path(), help="What `kvtide calibrate --json` printed.")
+@json_option
+def command(
+    model: str,
+    params: float | None,
+    active_params: float | None,
+    trace: str,
+    trace_format: str | None,
+    num_requests: int | None,
+    seed: int,
+    gpu: str,
+    tp: int | None,
+    data_parallel_size: int,
+    kv_dtype: str,
+    speculative_config: str | None,
+    acceptance_rate: float | None,
+    acceptance_rates: str | None,
+    acceptance_length: float | None,
+    efficiency: str | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Serve a trace in virtual time: vLLM's scheduling rules over the real memory manager, and a roofline for time.
+
+    \b
+    Examples:
+      kvtide simulate --model config.json --trace demo --gpu h200:2 --num-requests 500
+      kvtide simulate --model gpt-oss-120b --params 117 --active-params 5.1 --trace azure.csv --gpu h100:2
+      kvtide simulate --model config.json --trace demo --gpu h200 --max-num-seqs 64 --policy grouped --json
+    """
+    layout = load_layout(model, kv_dtype, 1, None)
+    device, count = gpu_of(gpu)
+    tensor = tp or max(count // data_parallel_size, 1)
+    if ":" in gpu and tensor * data_parallel_size != count:
+        raise ConfigError(f"--tp {tensor} times --data-parallel-size {data_parallel_size} are not the {count} devices")
+    work = load_work(model, layout, params, active_params)
+    if data_parallel_size > 1 and not work.experts:
+        raise ConfigError("data-parallel ranks of a model without experts are engines of their own; simulate one")
+    drafter = None
+    if speculative_config is not None:
+        drafter = read_speculative_config(
+            speculative_config, n_predict=len(layout.draft_specs), tensor_parallel_size=tensor
+        )
+    acceptance = _acceptance(drafter, acceptance_rate, acceptance_rates, acceptance_length)
+    deployment = Deployment(
+        _with_drafter(layout, drafter),
+        work,
+        device,
+        Parallel(tensor, data_parallel_size),
+        speculative=drafter,
+        acceptance=acceptance,
+        efficiency=load_efficiency(efficiency),
+        **flags,
+    )
+    requests = list(open_trace(trace, format=trace_format, seed=seed, num_requests=num_requests))
+    engine = deployment.engine(seed)
+    begin = time.perf_counter()
+    run = _run(engine.run, requests)
+    report = _report(deployment, run, measure_run(run), time.perf_counter() - begin)
+    if as_json:
+        print_json(report)
+    else:
+        _print(report, drafter.notes if drafter else ())
+
+
+def _acceptance(
+    drafter: SpeculativeConfig | None, rate: float | None, rates: str | None, length: float | None
+) -> Acceptance | None:
+    given = [value for value in (rate, rates, length) if value is not None]
+    if not given:
+        return drafter.acceptance if drafter else None
+    if drafter is None:
+        raise ConfigError("acceptance is about drafts; give --speculative-config")
+    if len(given) > 1:
+        raise ConfigError("give one of --acceptance-rate, --acceptance-rates and --acceptance-length")
+    drafts = drafter.num_speculative_tokens
+    if rate is not None:
+        return Acceptance.from_rate(rate, drafts)
+    if length is not None:
+        return Acceptance.from_length(length, drafts)
+    assert rates is not None
+    try:
+        values = [float(part) for part in rates.split(",")]
+    except ValueError:
+        raise ConfigError(f"--acceptance-rates {rates[:60]!r} must be numbers with commas between them") from None
+    if len(values) != drafts:
+        raise ConfigError(f"--acceptance-rates has {len(values)} rates for {drafts} drafts")
+    return Acceptance(values)
+
+
+def _with_drafter(layout: ModelLayout, drafter: SpeculativeConfig | None) -> ModelLayout:
+    """The layout with the KV layers of drafters that have some: MTP modules, one EAGLE layer."""
+    if drafter is None:
+        return layout
+    if drafter.method == "mtp":
+        return layout.with_draft()
+    return layout.with_draft([layout.eagle_spec()]) if drafter.method in ("eagle", "eagle3") else layout
+
+
+def _run(serve: Any, requests: list[Request]) -> Run:
+    """Run with a bar on stderr, if that is a terminal."""
+    err = Console(stderr=True)
+    columns = (TextColumn("serving"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task("serving", total=len(requests))
+        result: Run = serve(requests, lambda: progress.advance(task))
+    return result
+
+
+def _report(deployment: Deployment, run: Run, measures: Measures, wall_s: float) -> dict[str, Any]:
+    settings = deployment.settings()
+    prompts = sum(item.input_tokens for item in run.served)
+    outputs = sum(item.output_tokens for item in run.served)
+    drafts = run.drafts
+    flags = asdict(settings)
+    flags["rules"] = settings.rules.version
+    return {
+        "model": deployment.layout.name,
+        "gpu": deployment.gpu.name,
+        "tensor_parallel_size": deployment.parallel.tensor,
+        "data_parallel_size": deployment.parallel.data,
+        "policy": deployment.policy,
+        "settings": flags,
+        "efficiency": asdict(deployment.efficiency),
+        "weight_bytes_per_rank": int(deployment.cost().weight_bytes),
+        "pool_bytes_per_rank": deployment.pool_bytes(),
+        "requests": len(run.served),
+        "refused": len(run.refused),
+        "prompt_tokens": prompts,
+        "output_tokens": outputs,
+        "makespan_s": measures.makespan_s,
+        "ttft_s": measures.ttft._asdict(),
+        "tpot_s": measures.tpot._asdict(),
+        "output_tokens_per_s": outputs / measures.makespan_s,
+        "total_tokens_per_s": (prompts + outputs) / measures.makespan_s,
+        "hit_rate": sum(item.hit_tokens for item in run.served) / prompts,
+        "preemptions": run.preemptions,
+        "computed_tokens": run.computed_tokens,
+        "device_busy": run.busy_s / measures.makespan_s,
+        "steps": run.steps,
+        "drafts": {
+            "num_drafts": drafts.num_drafts,
+            "acceptance_rate": drafts.acceptance_rate,
+            "mean_acceptance_length": drafts.mean_acceptance_length,
+        },
+        "timeline": [
+            {"time_s": at, "running": running, "waiting": waiting, "memory": memory._asdict()}
+            for at, running, waiting, memory in run.samples
+        ],
+        "simulator": {
+            "wall_s": wall_s,
+            "us_per_step": 1e6 * wall_s / run.steps,
+            "us_per_request": 1e6 * wall_s / len(run.served),
+        },
+    }
+
+
+def _print(report: dict[str, Any], notes: tuple[str, ...]) -> None:
+    out = console()
+    settings, timeline = report["settings"], report["timeline"]
+    devices = report["tensor_parallel_size"] * report["data_parallel_size"]
+    title = (
+        f"{report['model']} on {devices} x {report['gpu']}, policy {report['policy']}: "
+        f"{report['requests']:,} requests in {report['makespan_s']:,.1f} s"
+    )
+    table = Table(title=title, title_justify="left")
+    for heading in ("seconds", "mean", "p50", "p90", "p99"):
+        table.add_column(heading, justify="left" if heading == "seconds" else "right")
+    for name, key in (("time to first token", "ttft_s"), ("time per output token", "tpot_s")):
+        values = Spread(**report[key])
+        table.add_row(name, *(f"{value:.4f}" for value in values))
+    out.print(table)
+    out.print(
+        f"throughput  {report['output_tokens_per_s']:,.1f} output tokens/s, "
+        f"{report['total_tokens_per_s']:,.1f} in all; device busy {report['device_busy']:.1%}"
+    )
+    out.print(f"cache       {report['hit_rate']:.1%} of prompt tokens hit; {report['preemptions']:,} preemptions")
+    if report["drafts"]["num_drafts"]:
+        out.print(
+            f"drafts      {report['drafts']['acceptance_rate']:.1%} accepted, "
+            f"{report['drafts']['mean_acceptance_length']:.2f} tokens a step"
+        )
+    out.print(
+        f"limits      {settings['max_num_seqs']:,} requests, {settings['max_num_batched_tokens']:,} tokens a step, "
+        f"max_model_len {settings['max_model_len']:,}; {report['refused']:,} requests refused as too long"
+    )
+    pool = report["pool_bytes_per_rank"] * report["data_parallel_size"]
+    peak = max(timeline, key=lambda sample: sample["running"])
+    out.print(f"peak        {peak['running']:,} running and {peak['waiting']:,} waiting at {peak['time_s']:,.1f} s")
+    memory = Table(title=f"KV memory by cause ({human_bytes(pool)})", title_justify="left")
+    for heading in ("cause", "mean of samples", "at the peak"):
+        memory.add_column(heading, justify="left" if heading == "cause" else "right")
+    for cause in timeline[0]["memory"]:
+        mean = sum(sample["memory"][cause] for sample in timeline) / len(timeline)
+        memory.add_row(cause, f"{mean / pool:.2%}", f"{peak['memory'][cause] / pool:.2%}")
+    out.print(memory)
+    simulator = report["simulator"]
+    out.print(
+        f"simulated {report['steps']:,} steps in {simulator['wall_s']:.1f} s, {simulator['us_per_step']:,.0f} us each"
+    )
+    for note in notes:
+        out.print(f"note: {note}", style="dim")
