@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvtide.kvcache import ConfigError, ModelLayout
+from kvtide.kvcache import ConfigError
 from kvtide.kvcache.policies import POLICIES
 from kvtide.sims.serving.build import GPU_MEMORY_UTILIZATION, Deployment
 from kvtide.sims.serving.calibrate import measure_run
@@ -110,7 +110,7 @@ def command(
         )
     acceptance = _acceptance(drafter, acceptance_rate, acceptance_rates, acceptance_length)
     deployment = Deployment(
-        _with_drafter(layout, drafter),
+        layout,
         work,
         device,
         Parallel(tensor, data_parallel_size),
@@ -153,15 +153,6 @@ def _acceptance(
     if len(values) != drafts:
         raise ConfigError(f"--acceptance-rates has {len(values)} rates for {drafts} drafts")
     return Acceptance(values)
-
-
-def _with_drafter(layout: ModelLayout, drafter: SpeculativeConfig | None) -> ModelLayout:
-    """The layout with the KV layers of drafters that have some: MTP modules, one EAGLE layer."""
-    if drafter is None:
-        return layout
-    if drafter.method == "mtp":
-        return layout.with_draft()
-    return layout.with_draft([layout.eagle_spec()]) if drafter.method in ("eagle", "eagle3") else layout
 
 
 def _run(serve: Any, requests: list[Request]) -> Run:

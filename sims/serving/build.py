@@ -14,6 +14,7 @@ from kvtide.kvcache.policies import plan_geometry
 from ..capacity import in_flight_pages, request_pages
 from .cost import CostModel, Efficiency, Parallel
 from .defaults import resolve_limits
+from .drafter import drafter_of
 from .engine import Engine
 from .gpus import GIB, GpuSpec
 from .scheduler import Scheduler
@@ -60,11 +61,18 @@ class Deployment:
 
     def cost(self) -> CostModel:
         """The cost model of one engine."""
-        return CostModel(self.layout.shard(self.parallel.tensor), self.work, self.gpu, self.parallel, self.efficiency)
+        tensor = self.parallel.tensor
+        layout, drafter = self.layout, None
+        if self.speculative:
+            layout, drafter = drafter_of(self.speculative, layout, self.work, tensor)
+        return CostModel(layout.shard(tensor), self.work, self.gpu, self.parallel, self.efficiency, drafter)
 
     def geometry(self) -> PageGeometry:
         """The page geometry of one rank."""
-        layout = self.layout.shard(self.parallel.tensor)
+        layout = self.layout
+        if self.speculative:
+            layout, _ = drafter_of(self.speculative, layout, self.work, self.parallel.tensor)
+        layout = layout.shard(self.parallel.tensor)
         # A single group has one table in any case; the manager only refuses tables that groups share.
         return replace(plan_geometry(self.policy, layout, self.block_size), one_table=False)
 

@@ -4,6 +4,7 @@
          + max(weight bytes / bandwidth, GEMM FLOPs / peak)            every rank reads its share of the weights once
          + sum over requests of max(KV bytes / bandwidth, attention FLOPs / peak)
          + collectives                                                 ring all-reduce, twice a layer, under TP
+         + drafter's passes                                            each reads the drafter's weights once
 
 Rates are the data sheet's times an efficiency; efficiencies and overheads are the model's only free numbers, and
 `calibrate.py` fits them to a recorded run. Windows are respected: a layer reads the KV that its query can reach.
@@ -18,11 +19,14 @@ import numpy as np
 
 from kvtide.kvcache import ConfigError, ModelLayout
 
+from .drafter import DrafterWork
 from .gpus import GpuSpec
 from .job import Step
 from .work import ModelWork
 
 ACTIVATION_BYTES = 2
+# Launches and sampling of one pass of a drafter; a step's own overhead is many layers' worth.
+DRAFT_PASS_S = 2e-4
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,10 @@ class CostModel:
         gpu: GpuSpec,
         parallel: Parallel = Parallel(),
         efficiency: Efficiency = Efficiency(),
+        drafter: DrafterWork | None = None,
     ) -> None:
         self.work, self.gpu, self.parallel, self.efficiency = work, gpu, parallel, efficiency
+        self.drafter = drafter
         self._groups = [(group.spec, group.bytes_per_token, len(group.layers)) for group in layout.groups]
         self._state_bytes = layout.state_bytes
         # 8-bit weights run at the 8-bit rate where the device has one.
@@ -82,9 +88,8 @@ class CostModel:
         """Bytes of weights on one rank."""
         work = self.work
         experts = work.weight_bytes * work.routed_params
-        return (work.bytes_total - experts) / self.parallel.tensor + experts / (
-            self.parallel.tensor * self.parallel.data
-        )
+        drafter = self.drafter.weight_bytes if self.drafter else 0.0
+        return (work.bytes_total - experts + experts / self.parallel.data) / self.parallel.tensor + drafter
 
     def seconds(self, steps: Sequence[Step | None]) -> float:
         """One step of all data-parallel ranks in lockstep; None is a rank with nothing to do."""
@@ -103,7 +108,22 @@ class CostModel:
             + self.efficiency.per_request_s * len(step.parts)
             + max(weights / self._bandwidth, dense / self._flops)
             + self._attention(step)
+            + self._drafting(step)
         )
+
+    def _drafting(self, step: Step) -> float:
+        """The drafter's passes, when the step samples anything to draft after."""
+        samples = sum(part.samples for part in step.parts)
+        if self.drafter is None or not samples:
+            return 0.0
+        work, tensor = self.drafter.work, self.drafter.tensor
+        seconds = 0.0
+        for tokens in [step.num_tokens] + [samples] * (self.drafter.passes - 1):
+            read = work.dense_params + work.routed_params * work.experts_touched(tokens)
+            weights = (work.weight_bytes * read + 2.0 * work.head_params) / tensor
+            flops = 2.0 * (work.active_params * tokens + work.head_params * samples) / tensor
+            seconds += DRAFT_PASS_S + max(weights / self._bandwidth, flops / self._flops)
+        return seconds
 
     def _attention(self, step: Step) -> float:
         start = np.array([part.start for part in step.parts], dtype=np.int64)

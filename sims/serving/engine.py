@@ -27,7 +27,7 @@ from .scheduler import Scheduler
 from .speculation import Acceptance
 from .tokens import output_tokens, prompt_tokens
 
-SAMPLES = 512
+SAMPLES = 200
 
 
 class Served(NamedTuple):

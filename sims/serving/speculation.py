@@ -53,6 +53,8 @@ class SpeculativeConfig:
 
     method: str
     num_speculative_tokens: int
+    model: str | None = None
+    draft_tensor_parallel_size: int | None = None
     parallel_drafting: bool = False
     schedule: tuple[tuple[int, int, int], ...] = ()
     acceptance: Acceptance | None = None
@@ -155,7 +157,7 @@ def read_speculative_config(
     if raw.pop("disable_by_batch_size", None) is not None:
         notes.append("disable_by_batch_size is gone from vLLM; num_speculative_tokens_per_batch_size replaces it")
     draft_tp = raw.get("draft_tensor_parallel_size", tensor_parallel_size)
-    if draft_tp not in (1, tensor_parallel_size):
+    if isinstance(draft_tp, bool) or draft_tp not in (1, tensor_parallel_size):
         raise ConfigError(
             f"speculative config: draft_tensor_parallel_size {shown(draft_tp)} must be 1 or {tensor_parallel_size}"
         )
@@ -164,6 +166,8 @@ def read_speculative_config(
     return SpeculativeConfig(
         method,
         drafts,
+        model=raw.get("model"),
+        draft_tensor_parallel_size=raw.get("draft_tensor_parallel_size"),
         parallel_drafting=bool(raw.get("parallel_drafting", False)),
         schedule=_schedule(raw.get("num_speculative_tokens_per_batch_size")),
         acceptance=_acceptance(raw, drafts),

@@ -12,8 +12,10 @@ from layouts import gemma_3_27b, layout_of
 
 from kvtide.kvcache import ConfigError, FullAttention, ModelLayout, SlidingWindow
 from kvtide.sims.serving.cost import CostModel, Efficiency, Parallel
+from kvtide.sims.serving.drafter import drafter_of
 from kvtide.sims.serving.gpus import GIB, GPUS, gpu_of
 from kvtide.sims.serving.job import Job, Scheduled, Step
+from kvtide.sims.serving.speculation import read_speculative_config
 from kvtide.sims.serving.work import estimate_work, read_work
 
 # Published totals and active parameters, in billions.
@@ -130,3 +132,38 @@ def test_devices() -> None:
         assert 20 * GIB < gpu.memory < 200 * GIB
         assert 1e11 < gpu.bandwidth < 1e13
         assert gpu.flops8 == 0 or gpu.flops8 == pytest.approx(2 * gpu.flops16, rel=0.02)
+
+
+def drafted(layout: ModelLayout, work: Any, **config: Any) -> tuple[ModelLayout, Any]:
+    return drafter_of(read_speculative_config(config, n_predict=1), layout, work, tensor=2)
+
+
+def test_an_mtp_module_is_a_layer_and_runs_once_per_draft(shared: Path) -> None:
+    raw = config(shared, "deepseek-ai--DeepSeek-V3")
+    layout, work = ModelLayout.from_hf(raw), read_work(raw)
+    wider, drafter = drafted(layout, work, method="mtp", num_speculative_tokens=3)
+    assert len(wider.layers) == len(layout.layers) + 1
+    assert drafter.passes == 3
+    # DeepSeek-V3's report: the MTP module has 11.5B parameters of its own, 14B with embedding and head.
+    assert (drafter.work.dense_params + drafter.work.routed_params) / 1e9 == pytest.approx(11.5, rel=0.02)
+    with_draft = CostModel(wider, work, GPUS["h200"], Parallel(2), drafter=drafter)
+    without = CostModel(layout, work, GPUS["h200"], Parallel(2))
+    assert with_draft.weight_bytes > without.weight_bytes
+    assert 1.01 < with_draft.seconds([step_of(8, 1, 100)]) / without.seconds([step_of(8, 1, 100)]) < 1.3
+
+
+def test_a_draft_model_is_read_from_its_config(shared: Path, tmp_path: Path) -> None:
+    raw = config(shared, "meta-llama--Meta-Llama-3.1-8B")
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 2}))
+    layout, work = ModelLayout.from_hf(raw), read_work(raw)
+    given = {"method": "draft_model", "num_speculative_tokens": 4, "model": str(tmp_path)}
+    wider, drafter = drafted(layout, work, **given, draft_tensor_parallel_size=1)
+    assert (len(wider.layers), drafter.passes, drafter.tensor) == (len(layout.layers) + 2, 4, 1)
+    assert drafted(layout, work, **given, parallel_drafting=True)[1].passes == 1
+    with pytest.raises(ConfigError, match="is no folder or config"):
+        drafted(layout, work, **given | {"model": "org/name"})
+
+
+def test_looked_up_drafts_are_free() -> None:
+    work = estimate_work(DENSE, 8e9)
+    assert drafted(DENSE, work, method="ngram", num_speculative_tokens=3) == (DENSE, None)
