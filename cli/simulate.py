@@ -65,6 +65,7 @@ def _optional_size(ctx: click.Context, param: click.Parameter, value: str | None
 @click.option("--acceptance-rate", type=float, help="Probability that a draft is right if those before it were.")
 @click.option("--acceptance-rates", metavar="P,P,...", help="Share of drafts accepted at each position.")
 @click.option("--acceptance-length", type=float, help="Mean tokens per step of a request with drafts.")
+@click.option("--thinking-token-budget", type=int, help="Reasoning tokens per request, where the trace counts them.")
 @click.option("--efficiency", type=click.Path(), help="What `kvtide calibrate --json` printed.")
 @json_option
 def command(
@@ -201,6 +202,7 @@ def _report(deployment: Deployment, run: Run, measures: Measures, wall_s: float)
             "acceptance_rate": drafts.acceptance_rate,
             "mean_acceptance_length": drafts.mean_acceptance_length,
         },
+        "reasoning": run.reasoning._asdict() if run.reasoning else None,
         "timeline": [
             {"time_s": at, "running": running, "waiting": waiting, "memory": memory._asdict()}
             for at, running, waiting, memory in run.samples
@@ -237,6 +239,12 @@ def _print(report: dict[str, Any], notes: tuple[str, ...]) -> None:
         out.print(
             f"drafts      {report['drafts']['acceptance_rate']:.1%} accepted, "
             f"{report['drafts']['mean_acceptance_length']:.2f} tokens a step"
+        )
+    if thinking := report["reasoning"]:
+        saved = thinking["tokens_asked"] - thinking["tokens_served"]
+        out.print(
+            f"thinking    {thinking['cut']:,} of {thinking['requests']:,} thoughts cut at the budget; ignoring it "
+            f"would have cost {saved:,} tokens more"
         )
     out.print(
         f"limits      {settings['max_num_seqs']:,} requests, {settings['max_num_batched_tokens']:,} tokens a step, "

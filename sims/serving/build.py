@@ -57,6 +57,7 @@ class Deployment:
     watermark: float = 0.0
     speculative: SpeculativeConfig | None = None
     acceptance: Acceptance | None = None
+    thinking_token_budget: int | None = None
     efficiency: Efficiency = field(default_factory=Efficiency)
 
     def cost(self) -> CostModel:
@@ -145,4 +146,10 @@ class Deployment:
                 f"GiB of KV cache; the pool has {pool / GIB:.2f} GiB: lower max_model_len or raise the memory"
             )
         schedulers = [Scheduler(geometry, pool, settings) for _ in range(self.parallel.data)]
-        return Engine(schedulers, self.cost(), self.acceptance or Acceptance([]), seed=seed)
+        return Engine(
+            schedulers,
+            self.cost(),
+            self.acceptance or Acceptance([]),
+            seed=seed,
+            thinking_budget=self.thinking_token_budget,
+        )

@@ -25,6 +25,8 @@ from .job import Step
 from .work import ModelWork
 
 ACTIVATION_BYTES = 2
+# Latency of one small collective among GPUs of a node, whatever its size.
+COLLECTIVE_S = 1e-5
 # Launches and sampling of one pass of a drafter; a step's own overhead is many layers' worth.
 DRAFT_PASS_S = 2e-4
 
@@ -164,7 +166,7 @@ class CostModel:
         seconds = 0.0
         if tensor > 1:
             most = max(step.num_tokens for step in steps if step is not None)
-            seconds += work.layers * 2 * 2 * (tensor - 1) / tensor * most * per_token / self._link
+            seconds += work.layers * 2 * (COLLECTIVE_S + 2 * (tensor - 1) / tensor * most * per_token / self._link)
         if data > 1:
-            seconds += work.expert_layers * 2 * (data - 1) / data * tokens * per_token / self._link
+            seconds += work.expert_layers * 2 * (COLLECTIVE_S + (data - 1) / data * tokens * per_token / self._link)
         return seconds

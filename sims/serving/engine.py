@@ -23,6 +23,7 @@ from kvtide.kvcache import ConfigError, KvtideError
 from ..traces import Request
 from .cost import CostModel
 from .job import Job, Step
+from .reasoning import Reasoning, ReasoningCounts
 from .scheduler import Scheduler
 from .speculation import Acceptance
 from .tokens import output_tokens, prompt_tokens
@@ -66,7 +67,10 @@ class Sample(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a simulation saw. `refused` are ids of requests longer than `max_model_len`; `busy_s` is device time."""
+    """What a simulation saw. `refused` are ids of requests longer than `max_model_len`; `busy_s` is device time.
+
+    `reasoning` says what a thinking budget did, None without one.
+    """
 
     served: list[Served]
     refused: list[str]
@@ -76,6 +80,7 @@ class Run(NamedTuple):
     preemptions: int
     computed_tokens: int
     drafts: DraftCounts
+    reasoning: ReasoningCounts | None
 
     @property
     def makespan_s(self) -> float:
@@ -97,13 +102,21 @@ class Engine:
     """One engine: a scheduler per data-parallel rank, a cost model, and a clock that only goes forward."""
 
     def __init__(
-        self, schedulers: Sequence[Scheduler], cost: CostModel, acceptance: Acceptance, *, seed: int = 0
+        self,
+        schedulers: Sequence[Scheduler],
+        cost: CostModel,
+        acceptance: Acceptance,
+        *,
+        seed: int = 0,
+        thinking_budget: int | None = None,
     ) -> None:
         if not schedulers:
             raise ConfigError("an engine needs at least one rank")
         self._schedulers = list(schedulers)
         self._cost = cost
         self._acceptance = acceptance
+        self._thinking_budget = thinking_budget
+        self._reasoning: Reasoning | None = None
         self._random = np.random.default_rng(seed)
         self._times: dict[str, _Times] = {}
         self._served: list[Served] = []
@@ -118,6 +131,8 @@ class Engine:
         Requests without a prompt or an output are left out; `ConfigError` when none can be served.
         """
         usable = [request for request in requests if request.input_tokens > 0 and request.output_tokens > 0]
+        if self._thinking_budget is not None:
+            self._reasoning = Reasoning(self._thinking_budget, usable)
         order = sorted(range(len(usable)), key=lambda i: usable[i].arrival_s)
         coming = deque((number, usable[number]) for number in order)
         refused: list[str] = []
@@ -157,7 +172,8 @@ class Engine:
             self._busy,
             sum(scheduler.num_preemptions for scheduler in self._schedulers),
             self._computed,
-            _sum_of([scheduler.manager.drafts.counts() for scheduler in self._schedulers]),
+            _sum_of([scheduler.drafts.counts() for scheduler in self._schedulers]),
+            self._reasoning.counts() if self._reasoning else None,
         )
 
     def _arrive(self, number: int, request: Request, refused: list[str]) -> None:
@@ -167,16 +183,19 @@ class Engine:
         prompt = prompt_tokens(number, request)
         if not in_text:
             prompt = prompt[: max(request.input_tokens - request.image_tokens, 1)]
+        output = output_tokens(number, request.output_tokens)
+        if len(prompt) >= self._schedulers[0].settings.max_model_len:
+            refused.append(request.request_id)
+            return
+        if self._reasoning and self._reasoning.thinks(request):
+            output = self._reasoning.start(number, request, name, prompt, output)
         job = Job(
             name,
             prompt,
-            output_tokens(number, request.output_tokens),
+            output,
             request.arrival_s,
             image_tokens=0 if in_text else request.image_tokens,
         )
-        if job.num_prompt >= self._schedulers[0].settings.max_model_len:
-            refused.append(request.request_id)
-            return
         self._times[name] = _Times()
         least = min(self._schedulers, key=lambda scheduler: 4 * len(scheduler.waiting) + len(scheduler.running))
         least.add(job)
@@ -194,10 +213,15 @@ class Engine:
         self._steps += 1
 
     def _complete(self, scheduler: Scheduler, step: Step, now: float, on_request: Callable[[], None]) -> None:
-        for outcome in scheduler.complete(step, self._acceptance.accept(step, self._random)):
+        accepted = self._acceptance.accept(step, self._random)
+        if self._reasoning:
+            accepted = self._reasoning.bound(step.parts, accepted)
+        for outcome in scheduler.complete(step, accepted):
             if not outcome.num_sampled:
                 continue
             job = outcome.job
+            if self._reasoning:
+                self._reasoning.committed(job, outcome.num_sampled)
             times = self._times[job.request_id]
             if times.first < 0:
                 times.first = now

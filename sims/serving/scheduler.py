@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtide.hma import HybridMemoryManager
+from kvtide.hma import DraftAccounting, HybridMemoryManager
 from kvtide.kvcache import ConfigError, Exhausted, KvtideError
 from kvtide.kvcache.geometry import PageGeometry
 from kvtide.kvcache.specs import Int64Array
@@ -34,7 +34,7 @@ from kvtide.kvcache.specs import Int64Array
 from .job import Job, Scheduled, Step
 from .queue import WaitingQueue
 from .room import Room
-from .settings import EngineSettings
+from .settings import MAX_DRAFTS, EngineSettings
 
 
 class Outcome(NamedTuple):
@@ -112,6 +112,8 @@ class Scheduler:
         self.room = Room(self.manager, settings.charged_in_flight, settings.watermark)
         self.waiting = WaitingQueue(settings.scheduling_policy)
         self.running: list[Job] = []
+        # Counted here and not by the manager: vLLM counts accepted drafts beyond the output's end as well.
+        self.drafts = DraftAccounting(MAX_DRAFTS)
         self.num_preemptions = 0
         self._preempted: list[Job] = []  # since the last step; a call that ends without one can preempt too
         self._in_flight: deque[Step] = deque()
@@ -162,11 +164,7 @@ class Scheduler:
             return None
         step = Step(tuple(batch.parts), tuple(self._preempted))
         self._preempted = []
-        self.manager.reserve(
-            [part.row for part in step.parts],
-            [part.num_tokens for part in step.parts],
-            num_drafts=[0 if part.is_padding else part.num_drafts for part in step.parts],
-        )
+        self.manager.reserve([part.row for part in step.parts], [part.num_tokens for part in step.parts])
         for part in step.parts:
             self._advance(part, len(step.parts))
         self._in_flight.append(step)
@@ -189,6 +187,9 @@ class Scheduler:
         self._in_flight.popleft()
         alive = [(part, count) for part, count in zip(step.parts, accepted, strict=True) if not part.job.finished]
         self._commit(alive)
+        drafted = [(part.num_drafts, count) for part, count in alive if part.num_drafts and not part.is_padding]
+        if drafted:
+            self.drafts.record(*zip(*drafted, strict=True))
         following = self.settings.drafts_after(len(step.parts))
         outcomes = [self._settle(part, count, following) for part, count in alive]
         if any(outcome.finished for outcome in outcomes):

@@ -12,6 +12,7 @@ from kvtide.kvcache import ConfigError
 
 POLICIES = ("fcfs", "priority")
 MAX_TOKENS = 2**31
+MAX_DRAFTS = 128
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from kvtide.kvcache import ConfigError
 from kvtide.kvcache.documents import read_yaml, shown
 
 from .job import Step
+from .settings import MAX_DRAFTS
 
-MAX_DRAFTS = 128
 # Drafters that are part of, or run like, the target: they write KV for the tokens they draft.
 _TRAINED = ("mtp", "eagle", "eagle3", "draft_model", "dflash", "dspark")
 _LOOKUP = ("ngram", "suffix")
