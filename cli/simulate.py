@@ -201,6 +201,7 @@ def _report(deployment: Deployment, run: Run, measures: Measures, wall_s: float)
             "num_drafts": drafts.num_drafts,
             "acceptance_rate": drafts.acceptance_rate,
             "mean_acceptance_length": drafts.mean_acceptance_length,
+            "break_even_length": run.break_even_length,
         },
         "reasoning": run.reasoning._asdict() if run.reasoning else None,
         "timeline": [
@@ -236,10 +237,7 @@ def _print(report: dict[str, Any], notes: tuple[str, ...]) -> None:
     )
     out.print(f"cache       {report['hit_rate']:.1%} of prompt tokens hit; {report['preemptions']:,} preemptions")
     if report["drafts"]["num_drafts"]:
-        out.print(
-            f"drafts      {report['drafts']['acceptance_rate']:.1%} accepted, "
-            f"{report['drafts']['mean_acceptance_length']:.2f} tokens a step"
-        )
+        out.print(f"drafts      {_drafts(report['drafts'])}")
     if thinking := report["reasoning"]:
         saved = thinking["tokens_asked"] - thinking["tokens_served"]
         out.print(
@@ -266,3 +264,13 @@ def _print(report: dict[str, Any], notes: tuple[str, ...]) -> None:
     )
     for note in notes:
         out.print(f"note: {note}", style="dim")
+
+
+def _drafts(drafts: dict[str, Any]) -> str:
+    """How drafts did, and whether they were worth it: a step with drafts takes longer, so it must bring more."""
+    length, needed = drafts["mean_acceptance_length"], drafts["break_even_length"]
+    text = f"{drafts['acceptance_rate']:.1%} accepted, {length:.2f} tokens a step"
+    if needed is None:
+        return text
+    verdict = "speculation gains" if length > needed else "speculation loses: draft less, or not at this batch"
+    return f"{text}; {needed:.2f} are needed to break even: {verdict}"

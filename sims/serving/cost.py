@@ -13,7 +13,7 @@ Rates are the data sheet's times an efficiency; efficiencies and overheads are t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -76,6 +76,7 @@ class CostModel:
     ) -> None:
         self.work, self.gpu, self.parallel, self.efficiency = work, gpu, parallel, efficiency
         self.drafter = drafter
+        self._layout = layout
         self._groups = [(group.spec, group.bytes_per_token, len(group.layers)) for group in layout.groups]
         self._state_bytes = layout.state_bytes
         # 8-bit weights run at the 8-bit rate where the device has one.
@@ -98,6 +99,11 @@ class CostModel:
         ranks = [self._rank(step) for step in steps if step is not None]
         tokens = sum(step.num_tokens for step in steps if step is not None)
         return max(ranks) + self._experts(tokens, len(steps)) + self._collectives(steps, tokens)
+
+    def break_even(self, steps: Sequence[Step | None]) -> float:
+        """Tokens per request that a step with drafts must bring to be worth its time, compared with one without."""
+        plain = CostModel(self._layout, self.work, self.gpu, self.parallel, self.efficiency)
+        return self.seconds(steps) / plain.seconds([None if step is None else _without_drafts(step) for step in steps])
 
     def _rank(self, step: Step) -> float:
         """What one rank does by itself: overheads, dense layers, head, attention."""
@@ -170,3 +176,8 @@ class CostModel:
         if data > 1:
             seconds += work.expert_layers * 2 * (COLLECTIVE_S + (data - 1) / data * tokens * per_token / self._link)
         return seconds
+
+
+def _without_drafts(step: Step) -> Step:
+    parts = (replace(part, num_tokens=part.num_tokens - part.num_drafts, num_drafts=0) for part in step.parts)
+    return Step(tuple(parts), step.preempted)

@@ -69,7 +69,8 @@ class Sample(NamedTuple):
 class Run(NamedTuple):
     """What a simulation saw. `refused` are ids of requests longer than `max_model_len`; `busy_s` is device time.
 
-    `reasoning` says what a thinking budget did, None without one.
+    `reasoning` says what a thinking budget did, None without one. `break_even_length` is the mean acceptance length at
+    which steps with drafts are worth their time, averaged over sampled steps that only decode; None without any.
     """
 
     served: list[Served]
@@ -81,6 +82,7 @@ class Run(NamedTuple):
     computed_tokens: int
     drafts: DraftCounts
     reasoning: ReasoningCounts | None
+    break_even_length: float | None
 
     @property
     def makespan_s(self) -> float:
@@ -122,6 +124,7 @@ class Engine:
         self._served: list[Served] = []
         self._samples: list[Sample] = []
         self._stride = 1
+        self._break_even: list[float] = []
         self._steps = self._computed = 0
         self._busy = 0.0
 
@@ -174,6 +177,7 @@ class Engine:
             self._computed,
             _sum_of([scheduler.drafts.counts() for scheduler in self._schedulers]),
             self._reasoning.counts() if self._reasoning else None,
+            float(np.mean(self._break_even)) if self._break_even else None,
         )
 
     def _arrive(self, number: int, request: Request, refused: list[str]) -> None:
@@ -210,6 +214,8 @@ class Engine:
                         times.admitted, times.hit = now, part.hit
         if self._steps % self._stride == 0:
             self._sample(now)
+            if all(step is None or all(part.num_drafts for part in step.parts) for step in wave):
+                self._break_even.append(self._cost.break_even(wave))
         self._steps += 1
 
     def _complete(self, scheduler: Scheduler, step: Step, now: float, on_request: Callable[[], None]) -> None:

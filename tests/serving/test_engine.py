@@ -99,6 +99,19 @@ def test_drafts_that_come_true_are_faster_and_false_ones_slower() -> None:
     assert bad > plain
 
 
+def test_the_break_even_length_says_whether_drafts_pay() -> None:
+    """Acceptance just above it is faster than no drafts, and just below it slower."""
+    shape = (0, 200, 400)
+    plain = serve(deployment(), shape).makespan_s
+    found = serve(deployment(speculative=MTP, acceptance=Acceptance([0, 0, 0])), shape).break_even_length
+    assert found is not None
+    assert 1 < found < 4
+    for length, faster in ((found + 0.1, True), (max(found - 0.1, 1.0), False)):
+        acceptance = Acceptance.from_length(length, 3)
+        assert (serve(deployment(speculative=MTP, acceptance=acceptance), shape).makespan_s < plain) is faster
+    assert serve(deployment(), shape).break_even_length is None
+
+
 def test_requests_that_are_too_long_are_refused() -> None:
     run = serve(deployment(), (0, 3000, 10), (0, 2047, 10))
     assert run.refused == ["0"]
