@@ -97,7 +97,7 @@ class Scheduler:
         if has_states and drafts and settings.steps_in_flight > 1:
             raise ConfigError(
                 f"{geometry.layout.name} has recurrent states: with drafts only one step may be in flight; "
-                "turn async_scheduling (and pipeline parallelism) off"
+                "turn async_scheduling off"
             )
         self.manager = HybridMemoryManager(
             geometry,

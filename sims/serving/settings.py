@@ -62,7 +62,6 @@ class EngineSettings:
     long_prefill_token_threshold: int = 0
     scheduling_policy: str = "fcfs"
     async_scheduling: bool = True
-    pipeline_parallel_size: int = 1
     scheduler_reserve_full_isl: bool = True
     watermark: float = 0.0
     num_speculative_tokens: int = 0
@@ -78,7 +77,6 @@ class EngineSettings:
             ("max_model_len", 1),
             ("block_size", 1),
             ("long_prefill_token_threshold", 0),
-            ("pipeline_parallel_size", 1),
             ("num_speculative_tokens", 0),
             ("lookahead_tokens", 0),
             ("draft_slots", 0),
@@ -123,7 +121,7 @@ class EngineSettings:
     @property
     def steps_in_flight(self) -> int:
         """Steps that are scheduled before the oldest one's tokens are known."""
-        return self.pipeline_parallel_size + self.async_scheduling
+        return 1 + self.async_scheduling
 
     @property
     def charged_in_flight(self) -> int:
