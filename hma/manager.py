@@ -13,6 +13,7 @@ transfers and other threads hand in their results at a step boundary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -31,10 +32,11 @@ from .drafts import DraftAccounting
 from .events import KvEvent
 from .groups import ManagedGroup, base_block, make_groups
 from .hashing import Item, KeyChain, as_token_bytes, namespace
+from .loads import LoadRun, take_load
 from .pool import CLASS_NORMAL, CLASS_SCRAP, PagePool
 from .sequences import FreshKeys, Sequences
 from .steps import MAX_DRAFTS, Parting, Step, StepQueue, whole_numbers
-from .tables import GroupTable, ranges
+from .tables import NO_BLOCK, GroupTable, ranges
 
 # Tokens behind the window that a prompt's end keeps at full value, so that a prompt which parts a little earlier still
 # finds its window; never less than two base blocks.
@@ -81,7 +83,8 @@ class HybridMemoryManager:
     `memory` is in bytes (or text such as "64GiB"); `max_model_len` defaults to the layout's; `max_step_tokens` is the
     most tokens of one row in one step. `lookahead` slots are reserved beyond every step's tokens, for drafts.
     `drop_last_block` serves drafters that must recompute the last block of a hit. `model_id` and `hash_key` separate
-    caches. `events` keeps `take_events` filled. `pin_memory` page-locks the tables (needs torch). `ConfigError` for
+    caches; `key_space` says instead what the keys stand for, so that ranks with different shares of one model agree on
+    them. `events` keeps `take_events` filled. `pin_memory` page-locks the tables (needs torch). `ConfigError` for
     arguments out of range.
     """
 
@@ -99,6 +102,7 @@ class HybridMemoryManager:
         drop_last_block: bool = False,
         model_id: str = "",
         hash_key: bytes = b"",
+        key_space: bytes | None = None,
         events: bool = False,
         pin_memory: bool = False,
     ) -> None:
@@ -144,9 +148,8 @@ class HybridMemoryManager:
         )
         self.committed = np.zeros(max_requests, dtype=np.int64)
         self.image_tokens = np.zeros(max_requests, dtype=np.int64)
-        self._space = namespace(
-            model_id, repr([(f.group.name, f.group.spec, f.block_size) for f in geometry.formats]), hash_key
-        )
+        layers = repr([(f.group.name, f.group.spec, f.block_size) for f in geometry.formats])
+        self._space = namespace(model_id, layers if key_space is None else key_space, hash_key)
         self._steps = StepQueue(max_requests, max_steps_in_flight)
         self._sequences = Sequences(max_requests, self.base, keep_tokens=events)
         self._cache = PrefixCache(
@@ -168,6 +171,11 @@ class HybridMemoryManager:
         # Tokens that the blocks of every group have room for; a row that stays within needs nothing.
         self._covered = np.zeros(max_requests, dtype=np.int64)
         self._changed = np.zeros((len(self.groups), max_requests), dtype=np.bool_)
+        # Rows whose blocks are being loaded, and the length that the load will bring them to.
+        self._loading: dict[int, int] = {}
+        # Blocks that transfers read, by hold: ids, and the row's eviction class and salt.
+        self._holds: dict[int, Parting] = {}
+        self._next_hold = 0
         # Checkpoints that a row's states are restored from, by row and group; they stay referenced until the commit.
         self._checkpoints: dict[int, dict[int, Int64Array]] = {}
 
@@ -282,6 +290,7 @@ class HybridMemoryManager:
         for ids in self._checkpoints.pop(row, {}).values():
             positions.append(np.zeros(len(ids), dtype=np.int64))
             blocks.append(ids)
+        self._loading.pop(row, None)
         held = np.concatenate(blocks)
         held = held[np.argsort(-np.concatenate(positions), kind="stable")]
         self.committed[row] = self._sequences.registered[row] = 0
@@ -312,6 +321,8 @@ class HybridMemoryManager:
         tokens = whole_numbers("num_tokens", num_tokens)
         drafts = np.zeros_like(tokens) if num_drafts is None else whole_numbers("num_drafts", num_drafts)
         self._steps.check_reserve(rows, tokens, drafts, self.max_step_tokens)
+        if self._loading and (waiting := self._loading.keys() & set(rows.tolist())):
+            raise KvtideError(f"row {min(waiting)} is being loaded; settle or cancel its load first")
         start = self.committed[rows] + self._steps.in_flight[rows]
         self._check_length(rows, start, tokens)
         has_gap = np.zeros(len(rows), dtype=np.bool_)
@@ -411,6 +422,108 @@ class HybridMemoryManager:
             ids = taken[group.number]
             self._cache.release(ids, np.full(len(ids), self._class[row]), self._salt[row])
         return copies
+
+    # -- tokens that are loaded, not computed -------------------------------------------------------------------------
+
+    def keys(self, row: int, first: int, end: int) -> list[bytes]:
+        """Chain keys of the row's base blocks `first` to `end - 1`; each covers the tokens up to its block's end."""
+        return self._sequences.chain(row).between(first, end)
+
+    def load_step(self) -> int:
+        """Loads end at multiples of this many tokens: where a block of every group ends."""
+        return math.lcm(self.base, *(group.fmt.block_size for group in self.groups if group.fmt.block_size))
+
+    def reserve_load(self, row: int, num_tokens: int) -> list[LoadRun]:
+        """Take the blocks that a row needs to go on from `num_tokens` tokens, which are loaded instead of computed.
+
+        Returns the blocks to fill. Until `settle_load` or `cancel_load` the row cannot be reserved for; preempting or
+        releasing it cancels the load as well. Blocks that are out of reach at the new length are let go at once.
+        `Exhausted` when the blocks do not fit: then nothing has changed.
+        """
+        self._check_running(row)
+        committed, known = int(self.committed[row]), int(self._sequences.known[row])
+        most = known if known > self._sequences.prompt[row] else known - 1
+        if row in self._loading or self._steps.in_flight[row]:
+            raise KvtideError(f"row {row} is being loaded, or has tokens in flight; a load starts from a row at rest")
+        if num_tokens % self.load_step() or not committed < num_tokens <= most:
+            raise KvtideError(
+                f"a load of row {row} must end at a multiple of {self.load_step()} tokens above {committed} and up to "
+                f"{most}, not at {num_tokens}"
+            )
+        if any(group.is_cross for group in self.groups):
+            raise KvtideError("blocks of cross attention cannot be loaded: the text does not determine them")
+        taken = take_load(self.groups, self.pool, row, num_tokens, self.lookahead)
+        if not isinstance(taken, tuple):
+            raise self._exhausted(taken)
+        runs, dropped = taken
+        if len(dropped):
+            self._cache.release(dropped, np.full(len(dropped), CLASS_SCRAP), self._salt[row])
+        self._loading[row] = num_tokens
+        self._covered[row] = 0
+        self._changed[:, row] = True
+        return runs
+
+    def settle_load(self, row: int, num_tokens: int) -> None:
+        """A row's load has ended: its first `num_tokens` tokens are there.
+
+        All of the load, or, in a layout whose groups all keep everything, any whole number of base blocks of it.
+        """
+        target = self._loading.get(row)
+        whole = not self._states and not any(group.is_bounded for group in self.groups)
+        partial = whole and target is not None and self.committed[row] <= num_tokens < target
+        if target is None or (num_tokens != target and not (partial and num_tokens % self.base == 0)):
+            raise KvtideError(f"row {row} loads up to {target} tokens; {num_tokens} cannot be what it has got")
+        del self._loading[row]
+        for ids in self._checkpoints.pop(row, {}).values():
+            self._cache.release(ids, np.full(len(ids), self._class[row]), self._salt[row])
+        self.committed[row] = num_tokens
+        rows = np.array([row])
+        if fresh := self._sequences.register(rows, self.committed[rows]):
+            self._cache.register(fresh)
+
+    def cancel_load(self, row: int) -> Admission:
+        """A row's load has failed: give its blocks back and start again from what the device has."""
+        if row not in self._loading:
+            raise KvtideError(f"row {row} is not being loaded")
+        self._leave(row)
+        return self._start(row)
+
+    def blocks_of(self, row: int, group: str, logical: Int64Array) -> npt.NDArray[np.int32]:
+        """Entries `[tables, n]` of logical blocks of a row: those it holds, else what the cache has for its tokens.
+
+        -1 where there is neither. The tokens of the blocks must be known, and the group be no state.
+        """
+        managed = self.group(group)
+        held, entries = managed.table.held(row)
+        found = np.full((managed.fmt.tables, len(logical)), NO_BLOCK, dtype=np.int32)
+        at = np.searchsorted(held, logical)
+        mine = at < len(held)
+        mine[mine] = held[at[mine]] == logical[mine]
+        found[:, mine] = entries[:, at[mine]]
+        if not self._cache.enabled or not (rest := np.flatnonzero(found[0] == NO_BLOCK)).size:
+            return found
+        ends = (logical[rest] + 1) * managed.fmt.block_size
+        chain = self._sequences.chain(row)
+        nodes = self._cache.index.find([chain.between(n - 1, n)[0] for n in (-(-ends // self.base)).tolist()])
+        cells = self._cache.index.cells(managed.number, nodes).reshape(len(rest), -1, managed.fmt.tables)
+        ids = cells[np.arange(len(rest)), logical[rest] % managed.blocks_per_key].T
+        found[:, rest] = np.where(ids >= 0, managed.table.to_entries(np.maximum(ids, 0)), NO_BLOCK)
+        return found
+
+    def hold(self, row: int, group: str, entries: npt.NDArray[np.int32]) -> int:
+        """Keep blocks that a row holds from being reused, while something reads them; `unhold` ends it."""
+        self._check_running(row)
+        ids = self.group(group).table.to_ids(entries).ravel()
+        self.pool.acquire(ids)
+        self._next_hold += 1
+        self._holds[self._next_hold] = Parting(ids, np.full(len(ids), self._class[row]), self._salt[row])
+        return self._next_hold
+
+    def unhold(self, hold: int) -> None:
+        """End a hold."""
+        if hold not in self._holds:
+            raise KvtideError(f"hold {hold} has ended already")
+        self._cache.release(*self._holds.pop(hold))
 
     # -- inside a step ------------------------------------------------------------------------------------------------
 
@@ -581,6 +694,14 @@ class HybridMemoryManager:
         """Tokens of a row's request that the manager knows: its prompt, and what was committed beyond it."""
         return int(self._sequences.known[row])
 
+    def prompt_tokens(self, row: int) -> int:
+        """Tokens of a row's prompt."""
+        return int(self._sequences.prompt[row])
+
+    def salt(self, row: int) -> str:
+        """The salt of a row's request."""
+        return self._salt[row]
+
     def blocks_freed_by(self, row: int) -> dict[str, int]:
         """Blocks per group that only this row holds: what preempting it would give back."""
         freed = {}
@@ -597,11 +718,12 @@ class HybridMemoryManager:
         """All invariants, recomputed from scratch; `AssertionError` on the first that does not hold. For tests."""
         self.pool.check()
         self._cache.index.check(np.flatnonzero(self.pool.cached))
-        holders = [self._steps.held(), self.pinned_blocks()]
+        holders = [self._steps.held(), self.pinned_blocks(), *(parting.ids for parting in self._holds.values())]
         holders += [ids for checkpoints in self._checkpoints.values() for ids in checkpoints.values()]
         for row in self.running_rows.tolist():
             for group in self.groups:
-                group.check(row, int(self.committed[row]), self.pool.owner, self.pool.stride)
+                length = self._loading.get(row, int(self.committed[row]))
+                group.check(row, length, self.pool.owner, self.pool.stride)
                 holders.append(group.table.ids_of(row).ravel())
         expected = np.bincount(np.concatenate(holders), minlength=len(self.pool.refs))
         assert (expected == self.pool.refs).all(), "references and holders differ"

@@ -1,0 +1,152 @@
+"""Loads: a row jumps to a length that it has not computed. What it then holds is what a device hit would have given it;
+misuse and refusals change nothing. That the loaded bytes are read rightly is proved in tests/offload."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from layouts import layout_of
+
+from kvtide.hma import HybridMemoryManager
+from kvtide.kvcache import Exhausted, FullAttention, KvtideError, SinkWindow, SlidingWindow
+
+HYBRID = layout_of("hybrid", (1, FullAttention(1, 8, 8)), (2, SlidingWindow(1, 8, 8, window=40)))
+FULL = layout_of("full", (1, FullAttention(1, 8, 8)))
+SINKS = layout_of("sinks", (1, FullAttention(1, 8, 8)), (2, SinkWindow(1, 8, 8, window=40, sinks=4)))
+
+
+def manager_of(layout, memory="4MiB", **options):
+    options = {"max_requests": 4, "max_model_len": 1000, "max_step_tokens": 500, **options}
+    return HybridMemoryManager(layout, memory, **options)
+
+
+def state(manager):
+    manager.check()
+    tables = [(t.entries.copy(), t.first.copy(), t.end.copy()) for t in manager.tables.values()]
+    return repr((manager.stats(), manager.committed.tolist(), manager.pool.refs.tolist(), [t[1:] for t in tables]))
+
+
+@pytest.mark.parametrize("layout", [HYBRID, FULL, SINKS], ids=lambda layout: layout.name)
+def test_a_loaded_row_holds_what_a_hit_of_that_length_holds(layout):
+    prompt = np.arange(301)
+    loaded, computed = manager_of(layout), manager_of(layout)
+    row = loaded.admit("a", prompt).row
+    runs = loaded.reserve_load(row, 288)
+    loaded.check()
+    loaded.settle_load(row, 288)
+    loaded.check()
+    computed.admit("a", prompt)
+    computed.reserve([0], [288])
+    computed.commit([0], [288])
+    for name, table in loaded.tables.items():
+        assert table.held(row)[0].tolist() == computed.tables[name].held(0)[0].tolist()
+        (run,) = [run for run in runs if run.group == name]
+        assert run.logical.tolist() == table.held(row)[0].tolist()
+        assert (run.entries == table.held(row)[1]).all()
+    # The loaded prefix is cached like a computed one.
+    assert loaded.admit("b", prompt).num_cached_tokens == 288
+    loaded.reserve([row], [13])
+    loaded.commit([row], [13])
+    for each in (0, 1):
+        loaded.release(each)
+    loaded.check()
+
+
+def test_a_load_goes_on_from_a_hit_and_lets_go_of_what_is_out_of_reach():
+    manager = manager_of(HYBRID)
+    manager.admit("a", np.arange(100))
+    manager.reserve([0], [100])
+    manager.commit([0], [100])
+    row = manager.admit("b", np.arange(400)).row
+    hit = int(manager.committed[row])
+    assert hit == 96
+    runs = {run.group: run.logical.tolist() for run in manager.reserve_load(row, 384)}
+    assert min(runs["full_attention"]) * manager.group("full_attention").fmt.block_size == 96
+    manager.check()
+    manager.cancel_load(row)
+    assert manager.committed[row] == hit
+    manager.check()
+    manager.reserve([row], [10])
+
+
+def test_part_of_a_load_can_be_kept_where_every_group_keeps_everything():
+    manager = manager_of(FULL)
+    row = manager.admit("a", np.arange(300)).row
+    manager.reserve_load(row, 288)
+    manager.settle_load(row, 128)
+    assert manager.committed[row] == 128
+    manager.reserve([row], [172])
+    manager.commit([row], [172])
+    manager.check()
+    other = manager_of(HYBRID)
+    other.admit("a", np.arange(300))
+    other.reserve_load(0, 288)
+    with pytest.raises(KvtideError, match="row 0 loads up to 288 tokens; 128 cannot be what it has got"):
+        other.settle_load(0, 128)
+
+
+def test_a_load_that_does_not_fit_is_refused_and_changes_nothing():
+    manager = manager_of(HYBRID, memory=4 * manager_of(HYBRID).geometry.page_bytes)
+    row = manager.admit("a", np.arange(900)).row
+    before = state(manager)
+    with pytest.raises(Exhausted, match="need"):
+        manager.reserve_load(row, 896)
+    assert state(manager) == before
+
+
+def test_misuse_is_named_and_changes_nothing():
+    manager = manager_of(HYBRID)
+    row = manager.admit("a", np.arange(320)).row
+    before = state(manager)
+    for length in (0, 100, 320, 336):
+        with pytest.raises(
+            KvtideError, match=f"must end at a multiple of 16 tokens above 0 and up to 319, not at {length}"
+        ):
+            manager.reserve_load(row, length)
+    with pytest.raises(KvtideError, match="row 0 is not being loaded"):
+        manager.cancel_load(row)
+    with pytest.raises(KvtideError, match="row 3 is not running"):
+        manager.reserve_load(3, 16)
+    assert state(manager) == before
+    manager.reserve_load(row, 304)
+    before = state(manager)
+    with pytest.raises(KvtideError, match="row 0 is being loaded; settle or cancel its load first"):
+        manager.reserve([row], [1])
+    with pytest.raises(KvtideError, match="a load starts from a row at rest"):
+        manager.reserve_load(row, 304)
+    assert state(manager) == before
+    manager.release(row)
+    manager.check()
+    assert manager.pool.refs.sum() == 0
+
+
+def test_holds_keep_blocks_beyond_their_row():
+    manager = manager_of(HYBRID)
+    row = manager.admit("a", np.arange(100)).row
+    manager.reserve([row], [100])
+    manager.commit([row], [100])
+    entries = manager.blocks_of(row, "sliding_window", np.arange(0, 12))
+    assert (entries >= 0).all()  # those that slid out are still cached
+    hold = manager.hold(row, "sliding_window", entries)
+    manager.check()
+    manager.release(row)
+    manager.reset_cache()
+    manager.check()
+    assert manager.pool.refs.sum() == entries.size
+    manager.unhold(hold)
+    with pytest.raises(KvtideError, match="has ended already"):
+        manager.unhold(hold)
+    manager.check()
+    assert manager.pool.refs.sum() == 0
+
+
+def test_managers_with_one_key_space_agree_on_keys():
+    keys = []
+    for layout in (HYBRID, FULL):
+        manager = manager_of(layout, key_space=b"one model")
+        manager.admit("a", np.arange(100))
+        keys.append(manager.keys(0, 0, 6))
+    assert keys[0] == keys[1]
+    apart = manager_of(FULL)
+    apart.admit("a", np.arange(100))
+    assert apart.keys(0, 0, 6) != keys[0]
