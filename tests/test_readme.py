@@ -49,7 +49,7 @@ def test_the_pasted_demo_output_is_what_the_demo_prints(
     assert printed in README
 
 
-COMMAND_LINE = re.compile(r"^kvtide ((?:waste|plan|layout|models)(?!.*path/to).*?)(?:  +#.*)?$", re.MULTILINE)
+COMMAND_LINE = re.compile(r"^kvtide ((?:waste|plan|layout|models|simulate)(?!.*path/to).*?)(?:  +#.*)?$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("line", COMMAND_LINE.findall(README))

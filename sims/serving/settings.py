@@ -22,7 +22,7 @@ class Rules:
     `draft_slots_per_request`: slots that a drafter needs beyond the scheduled tokens are taken from the budget for each
     scheduled request; before, they were taken once for `max_num_seqs`. `charge_every_step_in_flight`: the admission
     gate charges a window the tokens of all steps in flight; before, those of one. The rules of 0.33 are tested against
-    a running 0.32; those of 0.20.2 were read in its source.
+    a running 0.32; those of 0.20.2 are taken from published notes and were never run.
     """
 
     version: str
