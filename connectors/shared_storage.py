@@ -305,10 +305,12 @@ class SharedStorageConnector(RemoteStore):
         with self._making_room:
             if self._written > self._capacity * _LOOK_AGAIN:
                 self._look()
-            over = self._used() + size - self._capacity
-            if over > 0:
-                self._evict(over + int(self._capacity * (1 - _LOW_WATER)))
-            return self._used() + size <= self._capacity
+            # Files that appear while others are removed are counted twice until the next count, so one removal may
+            # seem not to have been enough. It is full only when nothing is left that may go.
+            while (over := self._used() + size - self._capacity) > 0:
+                if not self._evict(over + int(self._capacity * (1 - _LOW_WATER))):
+                    return False
+            return True
 
     def _used(self) -> int:
         self._look(only_first=True)
