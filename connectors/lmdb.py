@@ -297,7 +297,7 @@ class LMDBConnector(RemoteStore):
             lambda: make_policy(self._config.eviction),
             durable=self._config.durability != "none",
         )
-        self._space.load(found.entries)
+        self._space.load(found.keys, found.entries)
 
     def _start(self, space: Space) -> None:
         self._writer = SegmentWriter(
