@@ -11,7 +11,7 @@ a new directory below the system's temporary one by default); a ratio is peer / 
                      blocks were written before, and lie in the page cache
     strict write     the same with durability strict against one fdatasync of the plain file per batch
     checksum         what XXH3-128 takes of a read, for bytes that were just read
-    inline           values in LMDB itself against segments with LMDB as their index: put, get, churn, length of the files
+    inline           values in LMDB itself against segments with LMDB as their index, churn and file length too
     lookup           8,192 keys, in the writing process and in another one
     shared           the shared-storage store against the same plain file
     lmcache          `lmcache bench l2` of adapters fs and fs_native, run by the Python of `--lmcache-python` (or
