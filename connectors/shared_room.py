@@ -25,6 +25,10 @@ class Totals(NamedTuple):
     num_values: int = 0
     num_bytes: int = 0
 
+    def plus(self, values: int, num_bytes: int) -> Totals:
+        """With so many more."""
+        return Totals(self.num_values + values, self.num_bytes + num_bytes)
+
 
 class Room:
     """One engine's accounts of a tree; methods may raise `OSError`. `evicted` counts values that it removed."""
@@ -37,6 +41,7 @@ class Room:
         self._floor = min_free_bytes
         self._lock = threading.Lock()  # guards what follows
         self._seen: Totals | None = None
+        self._added = Totals()  # in all, so that what appears during a walk of the tree is not missed: rather twice
         self._reserved = 0
         self._written = 0  # bytes since the last count
         self._removing = threading.Lock()  # one thread at a time makes room
@@ -52,10 +57,9 @@ class Room:
         """Count the whole tree."""
         with self._lock:
             self._written = 0
+            before = self._added
         sizes = [found.num_bytes for found in self._tree.walk()]
-        with self._lock:
-            self._seen = Totals(len(sizes), sum(sizes))
-            return self._seen
+        return self._saw(Totals(len(sizes), sum(sizes)), before)
 
     def reserve(self, size: int) -> bool:
         """Set bytes aside for a value that is about to be written, removing others if that takes it; then `settle`."""
@@ -83,16 +87,19 @@ class Room:
     def settle(self, size: int, *, stored: bool) -> None:
         """What was reserved is written now, or will not be."""
         with self._lock:
-            self._reserved -= size
             self._written += size if stored else 0
         if stored:
             self.changed(1, size)
+        with self._lock:
+            self._reserved -= size
 
     def changed(self, values: int, size: int) -> None:
         """Note what this engine has added or removed."""
         with self._lock:
+            if values > 0:
+                self._added = self._added.plus(values, size)
             if self._seen is not None:
-                self._seen = Totals(self._seen.num_values + values, self._seen.num_bytes + size)
+                self._seen = self._seen.plus(values, size)
 
     def trim(self) -> int:
         """Count, and remove what exceeds the bound; the bytes removed."""
@@ -103,6 +110,8 @@ class Room:
 
     def evict(self, size: int) -> int:
         """Remove the longest unused values, `size` bytes of them if there are as many; the bytes removed."""
+        with self._lock:
+            before = self._added
         files = sorted(self._tree.walk(), key=lambda found: found.used)
         values, left = len(files), sum(found.num_bytes for found in files)
         removed = evicted = 0
@@ -115,10 +124,17 @@ class Room:
             evicted += self._tree.remove(found.key)
             removed += found.num_bytes
             values -= 1
+        self._saw(Totals(values, left - removed), before)
         with self._lock:
-            self._seen = Totals(values, left - removed)
             self.evicted += evicted
         return removed
+
+    def _saw(self, found: Totals, before: Totals) -> Totals:
+        """Take over what a walk found that began when `before` had been added."""
+        with self._lock:
+            added = self._added
+            self._seen = found.plus(added.num_values - before.num_values, added.num_bytes - before.num_bytes)
+            return self._seen
 
     def _is_due(self) -> bool:
         with self._lock:

@@ -30,7 +30,7 @@ from .index import Index, Place
 from .leases import Holds
 from .segments import Segment, Segments, now, slot_bytes
 
-# What the index is taken to need: for itself, and for each slot an entry in pages half full that are written twice.
+# What the index is taken to need at least: for itself, and per slot an entry in pages half full that are written twice.
 _INDEX_BYTES = 1 << 17
 _INDEX_SLOT_BYTES = 256
 
@@ -93,7 +93,8 @@ class Space:
         self._durable = durable
         self._classes: dict[int, _Class] = {}
         self._resident: dict[StoreKey, Segment] = {}
-        self._used = 0  # bytes of the segments and of their part of the index
+        self._segment_bytes = 0  # of all files
+        self._num_slots = 0
 
     def __len__(self) -> int:
         return len(self._resident)
@@ -107,7 +108,7 @@ class Space:
         for segment in self._segments.by_number.values():
             self._segments.load_uses(segment)
             self._class(segment.slot_bytes).segments.append(segment)
-            self._used += _cost(segment)
+            self._count(segment, 1)
             there = np.flatnonzero(entries["segment"] == segment.number)
             uses[there] = np.frombuffer(segment.uses, np.uint32)[entries["slot"][there]]
         order = np.argsort(uses, kind="stable")
@@ -119,6 +120,8 @@ class Space:
 
     def take(self, sizes: Sequence[int]) -> list[tuple[Segment, int] | None]:
         """A free slot, now taken, for each payload; None where there is no room and nothing that may go."""
+        while self._room() < 0 and self._drop_coldest(None):
+            pass
         wanted: dict[int, list[int]] = {}
         for at, size in enumerate(sizes):
             wanted.setdefault(slot_bytes(size), []).append(at)
@@ -209,8 +212,7 @@ class Space:
         """Make another segment, if there is room for one that is worth it."""
         size = size_class.slot_bytes
         usual = max(1, self._limits.segment_bytes // size)
-        room = self._limits.max_bytes - _INDEX_BYTES - self._used
-        count = min(usual, (room - PAGE) // (size + 4 + _INDEX_SLOT_BYTES))
+        count = min(usual, (self._room() - PAGE) // (size + 4 + _INDEX_SLOT_BYTES))
         if count < 1 or (size_class.segments and count < usual // 4):
             return False
         if self._limits.min_free_bytes:
@@ -226,7 +228,7 @@ class Space:
             self.no_room += 1
             return False
         size_class.segments.append(segment)
-        self._used += _cost(segment)
+        self._count(segment, 1)
         return True
 
     def _evict(self, size_class: _Class, count: int) -> bool:
@@ -306,8 +308,13 @@ class Space:
     def _delete(self, size_class: _Class, segment: Segment) -> None:
         size_class.segments.remove(segment)
         self._segments.remove(segment)
-        self._used -= _cost(segment)
+        self._count(segment, -1)
 
+    def _count(self, segment: Segment, sign: int) -> None:
+        self._segment_bytes += sign * segment.file_bytes
+        self._num_slots += sign * segment.num_slots
 
-def _cost(segment: Segment) -> int:
-    return segment.file_bytes + _INDEX_SLOT_BYTES * segment.num_slots
+    def _room(self) -> int:
+        """Bytes that are left for segments; less than none where readers that hold old pages made the index grow."""
+        index = max(_INDEX_BYTES + _INDEX_SLOT_BYTES * self._num_slots, self._index.file_bytes())
+        return self._limits.max_bytes - self._segment_bytes - index

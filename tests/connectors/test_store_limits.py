@@ -187,3 +187,38 @@ def test_free_space_is_kept(tmp_path: Path) -> None:
     ) as shared:
         assert shared.put([key_of(0)], [bytes(SIZE)]) == [FULL]
         assert not list((tmp_path / "shared").rglob("*.kv"))
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "shared"])
+def test_threads_in_a_store_that_evicts_all_the_time(kind: str, tmp_path: Path) -> None:
+    store: Store = (
+        LMDBConnector(LMDBConfig(path=str(tmp_path), max_bytes=40 * SIZE, durability="none"))
+        if kind == "lmdb"
+        else SharedStorageConnector(SharedStorageConfig(shared_storage_path=str(tmp_path), max_bytes=40 * SIZE))
+    )
+    wrong: list[object] = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(400 if LONG else 60):
+            keys = [key_of(rng.randrange(200)) for _ in range(4)]
+            sizes = [SIZE if key[-1] % 2 else 300 for key in keys]
+            if rng.random() < 0.5:
+                statuses = store.put(keys, [value_of(key, size) for key, size in zip(keys, sizes, strict=True)])
+                wrong.extend(status for status in statuses if status not in (STORED, Status.PRESENT, FULL))
+            else:
+                buffers = [bytearray(size) for size in sizes]
+                statuses = store.get_into(keys, buffers)
+                for key, buffer, status in zip(keys, buffers, statuses, strict=True):
+                    if status not in (HIT, MISS) or (status is HIT and buffer != value_of(key, len(buffer))):
+                        wrong.append((status, key))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert store.stats().evicted > 50
+    assert used(tmp_path) <= 40 * SIZE
+    store.close()
