@@ -10,10 +10,13 @@ import math
 
 import torch
 
+from kvtide.kvcache import ConfigError
+
 from .arguments import FLOAT32, QUERY_DTYPES, check_result, check_tensor
 from .contract import AttentionResult
 
 
+@torch.no_grad()
 def merge_states(
     out_a: torch.Tensor,
     lse_a: torch.Tensor,
@@ -29,6 +32,8 @@ def merge_states(
     strides. `out` (of the dtype of `out_a` unless given) and `lse` may be one of the inputs. Sums in
     float32. `ConfigError` for shapes that differ.
     """
+    if not isinstance(out_a, torch.Tensor) or not out_a.dim():
+        raise ConfigError(f"out_a is {out_a!r:.60}; it must be a tensor [..., dim]")
     device = out_a.device
     out_a = check_tensor("out_a", out_a, tuple(out_a.shape), QUERY_DTYPES, device)
     out_b = check_tensor("out_b", out_b, tuple(out_a.shape), QUERY_DTYPES, device)
