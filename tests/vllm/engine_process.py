@@ -3,7 +3,7 @@
     {"llm": {...}}                                       first line: what LLM is made with
     {"do": "generate", "prompts": [[...]], "tokens": 8}  answers tokens, cached and external tokens of each prompt
     {"do": "reset"}                                      empties the device's prefix cache, keeps the store
-    {"do": "unwritable"}                                 from now on this process can write to no file
+    {"do": "unwritable"}                                 this process can write to no file until "writable"
     {"do": "sabotage"}                                   from now on what is loaded is zeros
     {"do": "counts"}, {"do": "wait", "seconds": 1}       nothing, or nothing for a while
     {"do": "exit"}                                       shuts the engine down in order
@@ -103,6 +103,9 @@ def main() -> None:
         elif command["do"] == "unwritable":
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+            say(counts=counts())
+        elif command["do"] == "writable":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             say(counts=counts())
         elif command["do"] == "sabotage":
             from vllm.distributed.kv_transfer import get_kv_transfer_group

@@ -93,4 +93,8 @@ def test_faults_between_runs(kind: str, make_engine: MakeEngine, reference: Refe
     answer = run(engine, expected)
     assert answer["counts"].get("save_error", 0) + answer["counts"].get("save_full", 0) > 0
     assert run(engine, expected)["cached"] == NONE
+    engine.ask("writable")
+    engine.ask("wait", seconds=1.5)
+    run(engine, expected)
+    assert min(run(engine, expected)["cached"]) > 0
     engine.exit()

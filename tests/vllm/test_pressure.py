@@ -13,7 +13,8 @@ PROMPTS = [prompt(seed, 150 + 37 * seed % 190) for seed in range(20, 30)]
 @pytest.mark.parametrize(("kind", "blocks"), [("hybrid", 60), ("full", 30)])
 def test_preemption(kind: str, blocks: int, make_engine: MakeEngine, reference: References, tmp_path: Path) -> None:
     expected = reference(kind, PROMPTS, 150)
-    engine = make_engine(kind, transfer(lmdb(tmp_path / "kv")), num_gpu_blocks_override=blocks)
+    small = {"num_gpu_blocks_override": blocks, "max_model_len": 512, "max_num_batched_tokens": 128}
+    engine = make_engine(kind, transfer(lmdb(tmp_path / "kv")), **small)
     first = engine.generate(PROMPTS, 150)
     assert first["preemptions"] > 0
     assert first["tokens"] == expected
