@@ -223,8 +223,8 @@ class Segments:
         """Read the times of use; a file cut short leaves the rest at 0, and times to come count as now."""
         data = bytearray(4 * segment.num_slots)
         self.read(segment, segment.num_slots, [data])
-        latest = now()
-        segment.uses = array("I", (min(use, latest) for use in array("I", bytes(data))))
+        uses = np.minimum(np.frombuffer(data, np.uint32), min(now(), 0xFFFFFFFF))
+        segment.uses = array("I", uses.astype(np.uint32).tobytes())
 
     def close(self) -> None:
         """Close the files."""

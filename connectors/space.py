@@ -105,17 +105,24 @@ class Space:
     def load(self, keys: Sequence[StoreKey], entries: npt.NDArray[np.void]) -> None:
         """Take up the values of an index, whose slots are claimed, the longest unused first."""
         uses = np.zeros(len(entries), np.uint32)
+        numbers, slots = entries["segment"].copy(), entries["slot"].copy()
+        by_segment = np.argsort(numbers, kind="stable")
         for segment in self._segments.by_number.values():
             self._segments.load_uses(segment)
             self._class(segment.slot_bytes).segments.append(segment)
             self._count(segment, 1)
-            there = np.flatnonzero(entries["segment"] == segment.number)
-            uses[there] = np.frombuffer(segment.uses, np.uint32)[entries["slot"][there]]
+            start, stop = np.searchsorted(numbers, [segment.number, segment.number + 1], sorter=by_segment)
+            there = by_segment[start:stop]
+            uses[there] = np.frombuffer(segment.uses, np.uint32)[slots[there]]
         order = np.argsort(uses, kind="stable")
-        for at, number in zip(order.tolist(), entries["segment"][order].tolist(), strict=True):
-            segment = self._segments.by_number[number]
+        owners = {
+            number: (segment, self._classes[segment.slot_bytes].policy.on_insert)
+            for number, segment in self._segments.by_number.items()
+        }
+        for at, number in zip(order.tolist(), numbers[order].tolist(), strict=True):
+            segment, insert = owners[number]
             self._resident[keys[at]] = segment
-            self._classes[segment.slot_bytes].policy.on_insert(keys[at], segment.slot_bytes)
+            insert(keys[at], segment.slot_bytes)
         self.num_bytes = HEADER_BYTES * len(keys) + int(entries["stored_bytes"].sum())
 
     def take(self, sizes: Sequence[int]) -> list[tuple[Segment, int] | None]:
