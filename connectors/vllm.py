@@ -7,14 +7,14 @@
 
 vLLM makes one for its scheduler (`vllm_scheduler`) and one in each worker (`vllm_worker`, which owns the store). This
 file is the seam: it translates vLLM's calls, and says what a value is (`ValueSpace`). Written for vLLM 0.32 and 0.33;
-this module, alone in kvtide, imports vLLM. Settings: `vllm_settings`.
+this module and `vllm_metrics`, alone in kvtide, import vLLM. Settings: `vllm_settings`.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
@@ -29,7 +29,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats  # type: ignore[import-not-found]
 from vllm.logger import init_logger  # type: ignore[import-not-found]
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # type: ignore[import-not-found]
 from vllm.model_executor.models.utils import extract_layer_index  # type: ignore[import-not-found]
@@ -40,6 +39,7 @@ from kvtide.offload.keys import HeadPart, ValueSpace
 from .config import open_store
 from .vllm_groups import Group, layer_spec, read_groups
 from .vllm_messages import FromWorker, ToWorker
+from .vllm_metrics import KvtideMetrics, KvtideStats
 from .vllm_pages import Pages
 from .vllm_scheduler import SchedulerSide
 from .vllm_settings import VllmSettings, is_private, read_settings, store_config
@@ -66,25 +66,6 @@ class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     def aggregate(self, other: WorkerMetadata) -> WorkerMetadata:
         return WorkerMetadata(self.news.merge(other.news))
-
-
-@dataclass
-class KvtideStats(KVConnectorStats):  # type: ignore[misc]
-    """What happened since the last report, by name, for vLLM's log and metrics."""
-
-    data: dict[str, Any] = field(default_factory=dict)
-
-    def reset(self) -> None:
-        self.data = {}
-
-    def aggregate(self, other: KvtideStats) -> KvtideStats:
-        return KvtideStats(dict(Counter(self.data) + Counter(other.data)))
-
-    def reduce(self) -> dict[str, int | float]:
-        return dict(self.data)
-
-    def is_empty(self) -> bool:
-        return not self.data
 
 
 class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -205,6 +186,12 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvtideStats:
         return KvtideStats(dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KvtideMetrics:
+        return KvtideMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @property
     def _scheduler(self) -> SchedulerSide:

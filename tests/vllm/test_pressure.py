@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from engines import MakeEngine, References, lmdb, prompt, transfer
 
-PROMPTS = [prompt(seed, 150 + 37 * seed % 190) for seed in range(20, 30)]
+PROMPTS = [prompt(seed, 40 + 37 * seed % 90) for seed in range(20, 30)]
 
 
-@pytest.mark.parametrize(("kind", "blocks"), [("hybrid", 60), ("full", 30)])
+@pytest.mark.parametrize(("kind", "blocks"), [("hybrid", 52), ("full", 30)])
 def test_preemption(kind: str, blocks: int, make_engine: MakeEngine, reference: References, tmp_path: Path) -> None:
     expected = reference(kind, PROMPTS, 150)
     small = {"num_gpu_blocks_override": blocks, "max_model_len": 512, "max_num_batched_tokens": 128}
