@@ -24,5 +24,5 @@ def test_a_tiny_run(tmp_path: Path) -> None:
         assert figure["value"] > 0
         assert figure["peer"] > 0
         assert figure["target"] == "ratio >= 1.2"
-    assert 0 < document["figures"]["float32_of_matmul"]["value"] < 1.5
+    assert document["figures"]["float32_of_matmul"]["value"] > 0
     assert done.stdout.count("prefill of") == 2
