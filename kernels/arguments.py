@@ -27,6 +27,8 @@ def check_tensor(
     """`value` if it is a tensor of that shape, one of these dtypes, and on that device; otherwise `ConfigError`."""
     if not isinstance(value, torch.Tensor):
         raise ConfigError(f"{name} is a {type(value).__name__}; it must be a torch tensor")
+    if value.layout != torch.strided:
+        raise ConfigError(f"{name} is {str(value.layout).removeprefix('torch.')}; it must be a dense tensor")
     matches = value.dim() == len(shape) and all(
         isinstance(wanted, str) or wanted == size for wanted, size in zip(shape, value.shape, strict=True)
     )
@@ -59,6 +61,12 @@ def check_contiguous(name: str, value: torch.Tensor, dimensions: int = 1) -> Non
         compact *= size
 
 
+def check_written(name: str, value: torch.Tensor) -> None:
+    """That a tensor which is written is not one that was expanded."""
+    if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
+        raise ConfigError(f"{name} has the strides {list(value.stride())}; no two of its elements may be one in memory")
+
+
 def check_result(
     name: str, value: object, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
@@ -66,10 +74,7 @@ def check_result(
     if value is None:
         return torch.empty(shape, dtype=dtype, device=device)
     result = check_tensor(name, value, shape, (dtype,), device)
-    if any(size > 1 and stride == 0 for size, stride in zip(result.shape, result.stride(), strict=True)):
-        raise ConfigError(
-            f"{name} has the strides {list(result.stride())}; no two of its elements may be one in memory"
-        )
+    check_written(name, result)
     if name == "out":
         check_contiguous(name, result)
     return result

@@ -12,7 +12,7 @@ import torch
 
 from kvtide.kvcache import ConfigError
 
-from .arguments import FLOAT32, QUERY_DTYPES, check_result, check_tensor
+from .arguments import FLOAT32, QUERY_DTYPES, check_result, check_tensor, check_written
 from .contract import AttentionResult
 
 
@@ -41,7 +41,7 @@ def merge_states(
     lse_a = check_tensor("lse_a", lse_a, shape, FLOAT32, device)
     lse_b = check_tensor("lse_b", lse_b, shape, FLOAT32, device)
     if out is not None:
-        out = check_tensor("out", out, tuple(out_a.shape), QUERY_DTYPES, device)
+        check_written("out", check_tensor("out", out, tuple(out_a.shape), QUERY_DTYPES, device))
     highest = torch.maximum(lse_a, lse_b)
     # Nothing on either side: any finite number keeps -inf minus -inf away.
     highest = highest.masked_fill(highest == -math.inf, 0)

@@ -2,7 +2,8 @@
 
 Called once per layer and step. Everything it looks at is known to the host, so it never waits for the device and can be
 captured in a CUDA graph (for which `out` and `lse` should be given). What the masks, positions and empty rows mean is
-written in `contract.py`; which kernel runs, in `registry.py`.
+written in `contract.py`; which kernel runs, in `registry.py`. Not for tracing: `torch.compile` breaks its graph here a
+few times (once, behind `torch.compiler.disable`); for one graph, an engine makes a custom operator of its call.
 """
 
 from __future__ import annotations

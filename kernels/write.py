@@ -14,7 +14,7 @@ import torch
 
 from kvtide.kvcache import ConfigError
 
-from .arguments import QUERY_DTYPES, check_contiguous, check_tensor
+from .arguments import QUERY_DTYPES, check_contiguous, check_tensor, check_written
 from .formats import LatentFormat
 from .mla import check_cache, check_widths
 from .reference import quantise, to_e4m3
@@ -44,6 +44,7 @@ def write_latent(
     latent_dim, rope_dim = check_widths(latent_dim, rope_dim)
     latent = check_tensor("latent", latent, ("tokens", latent_dim + rope_dim), QUERY_DTYPES, None)
     fmt = check_cache(cache, latent_dim, rope_dim, latent.device)
+    check_written("cache", cache)
     slots = _check_slots(slots, latent, cache)
     scale = quantisation_scale("k_scale", k_scale, latent.device, is_fp8=fmt is LatentFormat.FP8)
     if latent.device.type == "cuda":
@@ -82,8 +83,9 @@ def write_kv(
     value_cache = check_tensor(
         "value_cache", value_cache, (entries, block_size, heads, value.shape[2]), (key_cache.dtype,), key.device
     )
-    check_contiguous("key_cache", key_cache)
-    check_contiguous("value_cache", value_cache)
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        check_contiguous(name, cache)
+        check_written(name, cache)
     slots = _check_slots(slots, key, key_cache)
     is_fp8 = key_cache.dtype == torch.float8_e4m3fn
     scales = [
