@@ -1,6 +1,6 @@
 """One vLLM engine in a process of its own, driven by lines of JSON; run by the Python that has vLLM.
 
-    {"llm": {...}}                                       first line: what LLM is made with
+    {"llm": {...}}                                       first line: what LLM is made with; "processes": vLLM's own
     {"do": "generate", "prompts": [[...]], "tokens": 8}  answers tokens, cached and external tokens of each prompt
     {"do": "reset"}                                      empties the device's prefix cache, keeps the store
     {"do": "unwritable"}                                 this process can write to no file until "writable"
@@ -19,23 +19,29 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1")
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler is looked into
 
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    settings = json.loads(sys.stdin.readline())["llm"]
+    alone = not settings.pop("processes", False)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(not alone))
     from vllm import LLM, SamplingParams
 
     def say(**what: object) -> None:
         print(json.dumps(what), file=out, flush=True)
 
-    settings = json.loads(sys.stdin.readline())["llm"]
     llm = LLM(skip_tokenizer_init=True, enforce_eager=True, seed=0, disable_log_stats=False, **settings)
+    if not alone:
+        serve_plainly(llm, SamplingParams, say)
+        return
     core = llm.llm_engine.engine_core.engine_core
     scheduler = core.scheduler
     say(
@@ -119,6 +125,27 @@ def main() -> None:
         elif command["do"] == "exit":
             llm.llm_engine.engine_core.shutdown()
             say(counts=counts())
+            return
+
+
+def serve_plainly(llm: Any, sampling_params: Any, say: Callable[..., None]) -> None:
+    """The same commands where scheduler and workers are other processes, as they are by default."""
+    say()
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["do"] == "generate":
+            sampling = sampling_params(max_tokens=command["tokens"], temperature=0.0, ignore_eos=True, detokenize=False)
+            outputs = llm.generate([{"prompt_token_ids": one} for one in command["prompts"]], sampling, use_tqdm=False)
+            say(
+                tokens=[list(output.outputs[0].token_ids) for output in outputs],
+                cached=[output.num_cached_tokens for output in outputs],
+            )
+        elif command["do"] == "reset":
+            time.sleep(1)  # until the last saves' blocks are free
+            say(done=llm.reset_prefix_cache())
+        elif command["do"] == "exit":
+            llm.llm_engine.engine_core.shutdown()
+            say()
             return
 
 
