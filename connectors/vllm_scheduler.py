@@ -120,6 +120,7 @@ class SchedulerSide:
             if self._clock() < look.expires:
                 return None
             self.counts["look_up_late"] += 1
+            self._looks.pop(look.ticket, None)  # what is answered from now on is no news
             look.done, look.answer = True, Answer(0, 0)
         assert look.answer is not None
         return max(0, look.answer.end - num_computed)
