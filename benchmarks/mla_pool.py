@@ -97,7 +97,7 @@ def check_calls(device: torch.device) -> Iterator[MlaCall]:
     """Small ragged calls over pools whose unused slots, blocks and table entries are poisoned."""
     lens = (1000, 0, 1, 63, 64, 65, 3)
     for fmt in (LatentFormat.BFLOAT16, LatentFormat.FP8, LatentFormat.FP8_DS):
-        for heads, q_len in ((16, 1), (128, 1), (12, 3), (16, 8), (128, 5)):
+        for heads, q_len in ((16, 1), (16, 2), (128, 1), (12, 3), (16, 8), (128, 5)):
             columns = -(-max(lens) // BLOCK_SIZE)
             shape = (len(lens) * columns + 1, LAYERS, BLOCK_SIZE, fmt.token_bytes(LATENT, ROPE))
             storage = torch.full(shape, POISON_BYTE, dtype=torch.uint8, device=device)

@@ -18,6 +18,9 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtide.offload.eviction import EvictionPolicy
 from kvtide.offload.keys import StoreKey
 from kvtide.offload.values import HEADER_BYTES
@@ -27,7 +30,7 @@ from .index import Index, Place
 from .leases import Holds
 from .segments import Segment, Segments, now, slot_bytes
 
-# What the index is taken to need: for itself, and for each slot an entry in pages half full that are written twice.
+# What the index is taken to need at least: for itself, and per slot an entry in pages half full that are written twice.
 _INDEX_BYTES = 1 << 17
 _INDEX_SLOT_BYTES = 256
 
@@ -90,7 +93,8 @@ class Space:
         self._durable = durable
         self._classes: dict[int, _Class] = {}
         self._resident: dict[StoreKey, Segment] = {}
-        self._used = 0  # bytes of the segments and of their part of the index
+        self._segment_bytes = 0  # of all files
+        self._num_slots = 0
 
     def __len__(self) -> int:
         return len(self._resident)
@@ -98,19 +102,33 @@ class Space:
     def __contains__(self, key: StoreKey) -> bool:
         return key in self._resident
 
-    def load(self, entries: Iterable[tuple[StoreKey, Place]]) -> None:
+    def load(self, keys: Sequence[StoreKey], entries: npt.NDArray[np.void]) -> None:
         """Take up the values of an index, whose slots are claimed, the longest unused first."""
-        by_number = self._segments.by_number
-        for segment in by_number.values():
-            segment.settle()
+        uses = np.zeros(len(entries), np.uint32)
+        numbers, slots = entries["segment"].copy(), entries["slot"].copy()
+        by_segment = np.argsort(numbers, kind="stable")
+        for segment in self._segments.by_number.values():
             self._segments.load_uses(segment)
             self._class(segment.slot_bytes).segments.append(segment)
-            self._used += _cost(segment)
-        for key, place in sorted(entries, key=lambda entry: by_number[entry[1].segment].uses[entry[1].slot]):
-            self._settle(key, place)
+            self._count(segment, 1)
+            start, stop = np.searchsorted(numbers, [segment.number, segment.number + 1], sorter=by_segment)
+            there = by_segment[start:stop]
+            uses[there] = np.frombuffer(segment.uses, np.uint32)[slots[there]]
+        order = np.argsort(uses, kind="stable")
+        owners = {
+            number: (segment, self._classes[segment.slot_bytes].policy.on_insert)
+            for number, segment in self._segments.by_number.items()
+        }
+        for at, number in zip(order.tolist(), numbers[order].tolist(), strict=True):
+            segment, insert = owners[number]
+            self._resident[keys[at]] = segment
+            insert(keys[at], segment.slot_bytes)
+        self.num_bytes = HEADER_BYTES * len(keys) + int(entries["stored_bytes"].sum())
 
     def take(self, sizes: Sequence[int]) -> list[tuple[Segment, int] | None]:
         """A free slot, now taken, for each payload; None where there is no room and nothing that may go."""
+        while self._room() < 0 and self._drop_coldest(None):
+            pass
         wanted: dict[int, list[int]] = {}
         for at, size in enumerate(sizes):
             wanted.setdefault(slot_bytes(size), []).append(at)
@@ -123,8 +141,10 @@ class Space:
 
     def settle(self, key: StoreKey, place: Place) -> None:
         """A value is in the index now: it counts, and may go."""
-        self._settle(key, place)
         segment = self._segments.by_number[place.segment]
+        self._resident[key] = segment
+        self._classes[segment.slot_bytes].policy.on_insert(key, segment.slot_bytes)
+        self.num_bytes += HEADER_BYTES + place.stored_bytes
         segment.pending -= 1
         segment.use(place.slot, now())
 
@@ -181,12 +201,6 @@ class Space:
             found = self._classes[size] = _Class(size, self._make_policy())
         return found
 
-    def _settle(self, key: StoreKey, place: Place) -> None:
-        segment = self._segments.by_number[place.segment]
-        self._resident[key] = segment
-        self._classes[segment.slot_bytes].policy.on_insert(key, segment.slot_bytes)
-        self.num_bytes += HEADER_BYTES + place.stored_bytes
-
     def _take(self, size_class: _Class, count: int) -> list[tuple[Segment, int]]:
         slots: list[tuple[Segment, int]] = []
         if _INDEX_BYTES + PAGE + size_class.slot_bytes + 4 + _INDEX_SLOT_BYTES > self._limits.max_bytes:
@@ -205,8 +219,7 @@ class Space:
         """Make another segment, if there is room for one that is worth it."""
         size = size_class.slot_bytes
         usual = max(1, self._limits.segment_bytes // size)
-        room = self._limits.max_bytes - _INDEX_BYTES - self._used
-        count = min(usual, (room - PAGE) // (size + 4 + _INDEX_SLOT_BYTES))
+        count = min(usual, (self._room() - PAGE) // (size + 4 + _INDEX_SLOT_BYTES))
         if count < 1 or (size_class.segments and count < usual // 4):
             return False
         if self._limits.min_free_bytes:
@@ -222,7 +235,7 @@ class Space:
             self.no_room += 1
             return False
         size_class.segments.append(segment)
-        self._used += _cost(segment)
+        self._count(segment, 1)
         return True
 
     def _evict(self, size_class: _Class, count: int) -> bool:
@@ -302,8 +315,13 @@ class Space:
     def _delete(self, size_class: _Class, segment: Segment) -> None:
         size_class.segments.remove(segment)
         self._segments.remove(segment)
-        self._used -= _cost(segment)
+        self._count(segment, -1)
 
+    def _count(self, segment: Segment, sign: int) -> None:
+        self._segment_bytes += sign * segment.file_bytes
+        self._num_slots += sign * segment.num_slots
 
-def _cost(segment: Segment) -> int:
-    return segment.file_bytes + _INDEX_SLOT_BYTES * segment.num_slots
+    def _room(self) -> int:
+        """Bytes that are left for segments; less than none where readers that hold old pages made the index grow."""
+        index = max(_INDEX_BYTES + _INDEX_SLOT_BYTES * self._num_slots, self._index.file_bytes())
+        return self._limits.max_bytes - self._segment_bytes - index

@@ -7,6 +7,7 @@ device and all of them can run inside the capture of a CUDA graph. A dimension i
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -16,7 +17,8 @@ from kvtide.kvcache import ConfigError
 QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INT32 = (torch.int32,)
 FLOAT32 = (torch.float32,)
-_one: dict[torch.device, torch.Tensor] = {}
+# A row longer than this does not exist; a larger window, chunk or number of sinks is this, and int32 does not overflow.
+MAX_TOKENS = 2**30
 
 
 def check_tensor(
@@ -25,6 +27,8 @@ def check_tensor(
     """`value` if it is a tensor of that shape, one of these dtypes, and on that device; otherwise `ConfigError`."""
     if not isinstance(value, torch.Tensor):
         raise ConfigError(f"{name} is a {type(value).__name__}; it must be a torch tensor")
+    if value.layout != torch.strided:
+        raise ConfigError(f"{name} is {str(value.layout).removeprefix('torch.')}; it must be a dense tensor")
     matches = value.dim() == len(shape) and all(
         isinstance(wanted, str) or wanted == size for wanted, size in zip(shape, value.shape, strict=True)
     )
@@ -35,6 +39,8 @@ def check_tensor(
         raise ConfigError(f"{name} is {_name(value.dtype)}; it must be {' or '.join(map(_name, dtypes))}")
     if device is not None and value.device != device:
         raise ConfigError(f"{name} is on {value.device}; it must be on {device}, as the other tensors are")
+    if value.is_meta:
+        raise ConfigError(f"{name} is on meta, where tensors hold no numbers; it must be on a real device")
     return value
 
 
@@ -55,6 +61,12 @@ def check_contiguous(name: str, value: torch.Tensor, dimensions: int = 1) -> Non
         compact *= size
 
 
+def check_written(name: str, value: torch.Tensor) -> None:
+    """That a tensor which is written is not one that was expanded."""
+    if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
+        raise ConfigError(f"{name} has the strides {list(value.stride())}; no two of its elements may be one in memory")
+
+
 def check_result(
     name: str, value: object, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
@@ -62,6 +74,7 @@ def check_result(
     if value is None:
         return torch.empty(shape, dtype=dtype, device=device)
     result = check_tensor(name, value, shape, (dtype,), device)
+    check_written(name, result)
     if name == "out":
         check_contiguous(name, result)
     return result
@@ -69,15 +82,48 @@ def check_result(
 
 def check_scale(scale: object) -> float:
     """The softmax scale. There is no default: a model's scale is not the head dimension's in absorbed form."""
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
         raise ConfigError(f"scale is {scale!r}; it must be a finite number")
     return float(scale)
 
 
-def check_count(name: str, value: object, low: int = 1) -> None:
-    """That a whole number is at least `low`, or None."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {low}, or None")
+def check_whole(name: str, value: object, low: int = 1, otherwise: str = "") -> int:
+    """A whole number of at least `low`; NumPy's are taken too. `otherwise` ends the message."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < low:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {low}{otherwise}")
+    return int(value)
+
+
+def check_tokens(name: str, value: object) -> int | None:
+    """A number of tokens of at least 1, at most `MAX_TOKENS`; or None."""
+    return None if value is None else min(check_whole(name, value, otherwise=", or None"), MAX_TOKENS)
+
+
+def check_lengths(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, q_lens: torch.Tensor | None, q_len: int, block_size: int
+) -> None:
+    """On a CPU, that lengths fit the table and the query. Elsewhere looking would wait for the device."""
+    if block_table.device.type != "cpu":
+        return
+    room = block_table.shape[1] * block_size
+    limits = [("seq_lens", seq_lens, room, f"the {room} tokens that block_table has room for")]
+    if q_lens is not None:
+        limits.append(("q_lens", q_lens, q_len, f"query's {q_len} tokens"))
+    for name, numbers_, high, what in limits:
+        if len(numbers_):
+            least, most = (int(number) for number in numbers_.aminmax())
+            if least < 0 or most > high:
+                raise ConfigError(f"{name} hold {least if least < 0 else most}; they must be from 0 to {what}")
+
+
+def check_entries(entries: torch.Tensor, count: int) -> None:
+    """On a CPU, that block table entries which are read are entries of the cache."""
+    if entries.device.type == "cpu" and entries.numel():
+        least, most = (int(number) for number in entries.aminmax())
+        if least < 0 or most >= count:
+            raise ConfigError(
+                f"block_table holds {least if least < 0 else most} where keys are read; the cache has {count} entries"
+            )
 
 
 def check_sink(name: str, sink: object, heads: int, device: torch.device) -> torch.Tensor | None:
@@ -85,27 +131,6 @@ def check_sink(name: str, sink: object, heads: int, device: torch.device) -> tor
     if sink is None:
         return None
     return check_tensor(name, sink, (heads,), QUERY_DTYPES, device).to(torch.float32).contiguous()
-
-
-def quantisation_scale(name: str, value: object, device: torch.device, *, is_fp8: bool) -> torch.Tensor:
-    """The scale of an FP8 cache as float32 [1] on the device; 1 for every other cache."""
-    if isinstance(value, torch.Tensor):
-        if not is_fp8:
-            raise ConfigError(f"{name} is a tensor; only a cache of fp8_e4m3 takes one")
-        shape = (1,) if value.dim() else ()
-        return check_tensor(name, value, shape, FLOAT32, device).reshape(1)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
-        raise ConfigError(f"{name} is {value!r}; it must be a number above 0, or a float32 tensor of one")
-    if value != 1:
-        if not is_fp8:
-            raise ConfigError(f"{name} is {value!r}; only a cache of fp8_e4m3 takes another than 1")
-        return torch.full((1,), float(value), dtype=torch.float32, device=device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # Made in a capture, it would hold nothing before the graph's first replay.
-        return torch.ones(1, device=device)
-    if device not in _one:
-        _one[device] = torch.ones(1, device=device)
-    return _one[device]
 
 
 def check_choice(name: str, value: object, choices: Mapping[str, object] | Sequence[str]) -> None:

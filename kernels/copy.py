@@ -18,7 +18,7 @@ import torch
 
 from kvtide.kvcache import ConfigError
 
-from .arguments import check_contiguous, check_tensor
+from .arguments import check_contiguous, check_tensor, check_whole
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -42,6 +42,7 @@ def copy_blocks(
     `ConfigError` for offsets outside a memory, and for blocks that would be written twice, or read after they were
     written.
     """
+    num_bytes = check_whole("num_bytes", num_bytes)
     for name, memory in (("source", source), ("destination", destination)):
         check_contiguous(name, check_tensor(name, memory, ("bytes",), (torch.uint8,), None))
     starts = _offsets("source", source_offsets, num_bytes, source)
@@ -65,8 +66,8 @@ def copy_blocks(
 
 
 def _offsets(name: str, offsets: npt.ArrayLike, num_bytes: int, memory: torch.Tensor) -> Int64Array:
-    if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or num_bytes < 1:
-        raise ConfigError(f"num_bytes is {num_bytes!r}; it must be a whole number of at least 1")
+    if isinstance(offsets, torch.Tensor) and offsets.device.type != "cpu":
+        raise ConfigError(f"{name}_offsets are on {offsets.device}; they must be on the CPU, because they are read")
     found = np.asarray(offsets)
     if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
         raise ConfigError(

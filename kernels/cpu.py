@@ -62,7 +62,9 @@ class _Scratch(threading.local):
         num_bytes = math.prod(shape) * dtype.itemsize
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < num_bytes:
-            buffer = self._buffers[name] = torch.empty(num_bytes, dtype=torch.uint8)
+            # An ordinary tensor, which later calls may write in any mode.
+            with torch.inference_mode(False):
+                buffer = self._buffers[name] = torch.empty(num_bytes, dtype=torch.uint8)
         return buffer[:num_bytes].view(dtype).view(shape)
 
 
@@ -214,6 +216,9 @@ def _gather(call: MlaCall, entries: torch.Tensor, dtype: torch.dtype) -> torch.T
 
 def _e4m3(stored: torch.Tensor, out: torch.Tensor) -> None:
     """Bytes of e4m3 as the dtype of `out`, which is contiguous; by table, two bytes a look-up."""
+    if stored.shape[-1] % 2:
+        out.copy_(stored.view(torch.float8_e4m3fn))
+        return
     count = out.numel() // 2
     index = _scratch.get("index", (count,), torch.int32)
     index.view(*stored.shape[:-1], -1).copy_(stored.view(torch.uint16))

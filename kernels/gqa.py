@@ -20,18 +20,22 @@ import torch
 from kvtide.kvcache import ConfigError
 
 from .arguments import (
+    MAX_TOKENS,
     QUERY_DTYPES,
     check_choice,
     check_contiguous,
-    check_count,
+    check_entries,
+    check_lengths,
     check_result,
     check_rows,
     check_scale,
     check_sink,
     check_tensor,
-    quantisation_scale,
+    check_tokens,
+    check_whole,
 )
 from .contract import AttentionResult
+from .scales import quantisation_scale
 
 _BACKENDS = ("torch", "triton")
 
@@ -50,6 +54,7 @@ def table_lengths(
     return held.astype(np.int32)
 
 
+@torch.no_grad()
 def paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -97,8 +102,8 @@ def paged_attention(
             f"query has {heads} heads, and key_cache {kv_heads} in blocks of {block_size}; all must be at least 1, and "
             f"the first a multiple of the second"
         )
-    for name, number, low in (("window", window, 1), ("chunk", chunk, 1), ("sink_tokens", sink_tokens, 0)):
-        check_count(name, number, low)
+    window, chunk = check_tokens("window", window), check_tokens("chunk", chunk)
+    sink_tokens = min(check_whole("sink_tokens", sink_tokens, 0), MAX_TOKENS)
     if window is not None and chunk is not None:
         raise ConfigError(f"window {window} and chunk {chunk} are both given; a layer has one of them")
     if chunk is not None and chunk % block_size:
@@ -116,6 +121,7 @@ def paged_attention(
     out = check_result("out", out, (batch, q_len, heads, value_cache.shape[3]), query.dtype, device)
     lse = check_result("lse", lse, (batch, q_len, heads), torch.float32, device)
     scale = check_scale(scale)
+    check_lengths(block_table, seq_lens, q_lens, q_len, block_size)
     if not (batch and q_len and block_table.shape[1] and entries):
         out.zero_()
         lse.fill_(-math.inf)
@@ -152,6 +158,7 @@ def paged_attention(
             if not len(read):
                 continue
             at = block_table[row, read // block_size].long(), read % block_size
+            check_entries(at[0], entries)
             keys, values = (
                 _gathered(cache, at) * factor for cache, factor in ((key_cache, scales[0]), (value_cache, scales[1]))
             )

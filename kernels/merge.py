@@ -10,10 +10,13 @@ import math
 
 import torch
 
-from .arguments import FLOAT32, QUERY_DTYPES, check_result, check_tensor
+from kvtide.kvcache import ConfigError
+
+from .arguments import FLOAT32, QUERY_DTYPES, check_result, check_tensor, check_written
 from .contract import AttentionResult
 
 
+@torch.no_grad()
 def merge_states(
     out_a: torch.Tensor,
     lse_a: torch.Tensor,
@@ -29,6 +32,8 @@ def merge_states(
     strides. `out` (of the dtype of `out_a` unless given) and `lse` may be one of the inputs. Sums in
     float32. `ConfigError` for shapes that differ.
     """
+    if not isinstance(out_a, torch.Tensor) or not out_a.dim():
+        raise ConfigError(f"out_a is {out_a!r:.60}; it must be a tensor [..., dim]")
     device = out_a.device
     out_a = check_tensor("out_a", out_a, tuple(out_a.shape), QUERY_DTYPES, device)
     out_b = check_tensor("out_b", out_b, tuple(out_a.shape), QUERY_DTYPES, device)
@@ -36,7 +41,7 @@ def merge_states(
     lse_a = check_tensor("lse_a", lse_a, shape, FLOAT32, device)
     lse_b = check_tensor("lse_b", lse_b, shape, FLOAT32, device)
     if out is not None:
-        out = check_tensor("out", out, tuple(out_a.shape), QUERY_DTYPES, device)
+        check_written("out", check_tensor("out", out, tuple(out_a.shape), QUERY_DTYPES, device))
     highest = torch.maximum(lse_a, lse_b)
     # Nothing on either side: any finite number keeps -inf minus -inf away.
     highest = highest.masked_fill(highest == -math.inf, 0)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 from collections.abc import Iterator
 
 import numpy as np
@@ -26,26 +27,29 @@ from kvtide.kvcache import ConfigError
 
 from .arguments import (
     check_choice,
-    check_count,
+    check_entries,
     check_result,
     check_rows,
     check_scale,
     check_sink,
     check_tensor,
-    quantisation_scale,
+    check_tokens,
+    check_whole,
 )
 from .contract import AttentionResult
 from .formats import LatentFormat
 from .merge import merge_states
-from .mla import check_cache, check_projections
+from .mla import check_cache, check_projections, check_widths
 from .projections import UpProjections
 from .reference import dequantise
+from .scales import quantisation_scale
 
 MODES = ("absorbed", "decompressed")
 # Query tokens that one attention call takes: with 128 heads and 1,024 keys, half a GiB of float32 scores.
 QUERY_TILE = 1024
 
 
+@torch.no_grad()
 def mla_prefill(
     query: torch.Tensor,
     latent: torch.Tensor,
@@ -79,6 +83,7 @@ def mla_prefill(
 
     Returns `out` [total_q, heads, value_dim] of the query's dtype and `lse` float32 [total_q, heads].
     """
+    latent_dim, rope_dim = check_widths(latent_dim, rope_dim)
     query = check_projections(projections, query, ("total_q",), latent_dim, rope_dim)
     total, heads, _ = query.shape
     device = query.device
@@ -94,8 +99,7 @@ def mla_prefill(
     room = block_table.shape[1] * cache.shape[1]
     if len(contexts) and not 0 <= contexts.min() <= contexts.max() <= room:
         raise ConfigError(f"context_lens go from {contexts.min()} to {contexts.max()}; block_table has room for {room}")
-    for name, value in (("window", window), ("chunk_tokens", chunk_tokens)):
-        check_count(name, value)
+    window, chunk_tokens = check_tokens("window", window), check_whole("chunk_tokens", chunk_tokens)
     check_choice("mode", mode, MODES)
     scale = check_scale(scale)
     sink = check_sink("sink", sink, heads, device)
@@ -103,6 +107,8 @@ def mla_prefill(
     out = check_result("out", out, (total, heads, projections.value_dim), query.dtype, device)
     lse = check_result("lse", lse, (total, heads), torch.float32, device)
     limit = projections.absorbed_below if absorbed_below is None else absorbed_below
+    if isinstance(limit, bool) or not isinstance(limit, numbers.Real):
+        raise ConfigError(f"absorbed_below is {limit!r}; it must be a number, or None")
 
     for row, (begin, end) in enumerate(itertools.pairwise(starts.tolist())):
         if begin == end:
@@ -181,7 +187,9 @@ def _cached_chunks(
     stored = cache.view(torch.uint8) if cache.itemsize == 1 else cache
     for column in range(first // size, -(-stop // size), width):
         low, high = max(first, column * size), min(stop, (column + width) * size)
-        blocks = stored[entries[column : -(-high // size)].long()].flatten(0, 1)
+        read = entries[column : -(-high // size)].long()
+        check_entries(read, len(stored))
+        blocks = stored[read].flatten(0, 1)
         tokens = blocks[low - column * size : high - column * size].view(cache.dtype)
         yield low, dequantise(tokens, fmt, latent_dim, rope_dim, k_scale, torch.float32)
 

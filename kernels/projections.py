@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvtide.kvcache import ConfigError
+
 from .arguments import QUERY_DTYPES, check_tensor
 
 
@@ -27,6 +29,8 @@ class UpProjections:
     def __post_init__(self) -> None:
         w_uk = check_tensor("w_uk", self.w_uk, ("heads", "nope_dim", "latent_dim"), QUERY_DTYPES, None)
         heads, _, latent_dim = w_uk.shape
+        if 0 in w_uk.shape:
+            raise ConfigError(f"w_uk has the shape {list(w_uk.shape)}; every dimension must be at least 1")
         check_tensor("w_uv", self.w_uv, (heads, latent_dim, "value_dim"), (w_uk.dtype,), w_uk.device)
 
     @property

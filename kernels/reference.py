@@ -21,6 +21,8 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 def decode(call: MlaCall) -> None:
     """Answer the call into its `out` and `lse`."""
+    # A copy, since `out` may lie in the query's memory.
+    query = call.query.clone()
     call.out.zero_()
     call.lse.fill_(-math.inf)
     for row in range(call.batch):
@@ -34,7 +36,7 @@ def decode(call: MlaCall) -> None:
             seen = keys[low - first : max(position + 1 - first, 0)]
             if not len(seen):
                 continue
-            scores = call.scale * (call.query[row, token].double() @ seen.T)
+            scores = call.scale * (query[row, token].double() @ seen.T)
             out, lse = _softmax(scores, seen[:, : call.latent_dim], call.sink)
             call.out[row, token] = out.to(call.out.dtype)
             call.lse[row, token] = lse.to(call.lse.dtype)

@@ -82,6 +82,18 @@ def _adapted(load: Callable[[], object], decode: Decode) -> Callable[[], Decode]
     return load_package
 
 
+# Wider pieces or ropes do not fit the shared memory that its tiles are made for, and FP8_DS has a scale per 128.
+_TRITON = Support(
+    architectures=("8.0+",),
+    max_piece=128,
+    max_rope=64,
+    window="any",
+    sink=True,
+    batch_invariant=True,
+    cuda_graph=True,
+    package="triton",
+    distribution="kvtide[triton]",
+)
 # A backend can have several kernels, for different architectures.
 _kernels: dict[str, tuple[Kernel, ...]] = {
     Backend.TORCH_REFERENCE.value: (Kernel(Support(window="any", sink=True, batch_invariant=True), _own("reference")),),
@@ -89,18 +101,8 @@ _kernels: dict[str, tuple[Kernel, ...]] = {
         Kernel(Support(architectures=("cpu",), window="any", sink=True, batch_invariant=True), _own("cpu")),
     ),
     Backend.TRITON_MLA.value: (
-        Kernel(
-            Support(
-                architectures=("8.0+",),
-                window="any",
-                sink=True,
-                batch_invariant=True,
-                cuda_graph=True,
-                package="triton",
-                distribution="kvtide[triton]",
-            ),
-            _own("triton_mla"),
-        ),
+        Kernel(_TRITON, _own("triton_mla")),
+        Kernel(replace(_TRITON, architectures=("cpu",), cuda_graph=False, interpreted=True), _own("triton_mla")),
     ),
     Backend.FLASHMLA.value: (Kernel(flashmla.SUPPORT, _adapted(flashmla.load, flashmla.decode)),),
     Backend.FLASH_ATTN_MLA.value: (
@@ -221,7 +223,10 @@ def _named(backend: Backend | str | None) -> str | None:
     if isinstance(backend, Backend):
         return backend.value
     source = "backend" if backend is not None else VARIABLE
-    name = (backend if backend is not None else os.environ.get(VARIABLE, "")).strip().upper()
+    name = os.environ.get(VARIABLE, "") if backend is None else backend
+    if not isinstance(name, str):
+        raise ConfigError(f"backend is {name!r}; it must be one of {', '.join(_kernels)}")
+    name = name.strip().upper()
     if not name and backend is None:
         return None
     if name not in _kernels:

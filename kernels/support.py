@@ -24,6 +24,8 @@ from .formats import LatentFormat
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _INT32_MAX = 2**31 - 1
+# Pieces in which kvtide's Triton kernel keeps a latent.
+MAX_PIECES = 4
 
 
 class Request(NamedTuple):
@@ -125,11 +127,14 @@ class Support:
     `pages`: the kernel's page sizes, the preferred first; larger blocks are re-cut. `block_multiple`: for kernels that
     take any such block as it is. `same_dtype`: a cache that is not FP8 has to be of the query's type.
     `window`: "block" takes windows that are no shorter than the q_len query tokens themselves.
+    `dims`: the only latent and rope widths. `max_piece`, `max_rope`: a latent of one to four pieces of one power of
+    two, from 16 to `max_piece` values, and a rope of up to `max_rope`.
     `stride_alignment`: bytes that must divide the strides; `compact`: no gap between pages or tokens at all.
     `package`: the module whose presence is looked for, `distribution`: what brings it.
     `quantizes_query`: computes an FP8 cache with an FP8 query. `reads_unused`: multiplies slots that no token fills by
     zero, or nobody has shown that it does not, so that NaN there spoils the result. Such a backend is not chosen unless
-    it is named; one that reads unused slots also where the call promises that they are finite.
+    it is named; one that reads unused slots also where the call promises that they are finite. `interpreted`: for tests
+    of a GPU's kernel, and never chosen unless named.
     """
 
     architectures: tuple[str, ...] | None = None
@@ -137,6 +142,8 @@ class Support:
     formats: frozenset[LatentFormat] = frozenset(LatentFormat)
     same_dtype: bool = False
     dims: tuple[int, int] | None = None
+    max_piece: int | None = None
+    max_rope: int | None = None
     max_heads: int | None = None
     max_q_len: int | None = None
     pages: tuple[int, ...] | None = None
@@ -152,6 +159,7 @@ class Support:
     distribution: str | None = None
     quantizes_query: bool = False
     reads_unused: bool = False
+    interpreted: bool = False
 
     def cut(self, block_size: int, block_stride: int, token_stride: int) -> Recut | None:
         """How this backend's kernel pages come out of blocks; None where none of its page sizes divides them."""
@@ -167,6 +175,8 @@ class Support:
             return "may read slots that no token fills, so runs only when named, or where these are known to be finite"
         if self.quantizes_query and request.fmt is LatentFormat.FP8:
             return "rounds the query to FP8, so runs only when named"
+        if self.interpreted:
+            return "runs in Triton's interpreter here, which is slow, so only when named"
         return None
 
 
@@ -189,6 +199,7 @@ def reasons(support: Support, request: Request) -> list[str]:
         s.dims is not None
         and (r.latent_dim, r.rope_dim) != s.dims
         and f"latent {r.latent_dim} + rope {r.rope_dim} is not {s.dims[0]} + {s.dims[1]}",
+        *_widths(s, r),
         s.max_heads is not None and r.heads > s.max_heads and f"{r.heads} heads are more than {s.max_heads}",
         s.max_q_len is not None and r.q_len > s.max_q_len and f"q_len {r.q_len} is more than {s.max_q_len}",
         *_blocks(s, r),
@@ -209,6 +220,27 @@ def _architecture(s: Support, r: Request) -> str | None:
     if s.architectures is None or any(r.machine.is_a(architecture) for architecture in s.architectures):
         return None
     return f"this is {r.machine}, it runs on {_either(s.architectures)}"
+
+
+def pieces(latent_dim: int, most: int | None = None) -> tuple[int, int] | None:
+    """A latent's pieces as (count, width): the narrowest power of two, from 16 to `most`, that cuts it into 1 to 4."""
+    width = 16
+    while latent_dim % width == 0 and latent_dim > MAX_PIECES * width:
+        width *= 2
+    if latent_dim % width or not latent_dim or (most is not None and width > most):
+        return None
+    return latent_dim // width, width
+
+
+def _widths(s: Support, r: Request) -> list[str]:
+    found = []
+    if s.max_piece is not None and pieces(r.latent_dim, s.max_piece) is None:
+        found.append(
+            f"latent {r.latent_dim} is not one to {MAX_PIECES} pieces of one power of two from 16 to {s.max_piece}"
+        )
+    if s.max_rope is not None and r.rope_dim > s.max_rope:
+        found.append(f"rope {r.rope_dim} is more than {s.max_rope}")
+    return found
 
 
 def _blocks(s: Support, r: Request) -> list[str]:

@@ -14,6 +14,7 @@ Needs triton, and numpy for the interpreter.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,9 @@ __all__ = [
     "to_e4m3",
     "with_sink",
 ]
+
+
+_interpreter = threading.RLock()
 
 
 class TritonKernel:
@@ -91,7 +95,9 @@ class Launch:
             return
         tensors = [arg for arg in self.args.values() if isinstance(arg, torch.Tensor)]
         if tensors[0].device.type == "cpu":
-            self.kernel.interpreted[self.grid](**self.args)
+            # The interpreter puts its operations into Triton's own modules while it runs.
+            with _interpreter:
+                self.kernel.interpreted[self.grid](**self.args)
         else:
             with torch.cuda.device(tensors[0].device):
                 self.kernel.compiled[self.grid](**self.args, **self.options)

@@ -9,7 +9,8 @@ graph stays valid while lengths change within the table's width. Scratch is spli
 a request, from torch's allocator.
 
 Every format of `formats.py`; products in float16 for FP8 and float16 caches, bfloat16 for bfloat16 ones, float32 if
-query or cache is (slow, for checking). Any page size; latent_dim a multiple of 16 in at most four equal powers of two.
+query or cache is (slow, for checking). Any page size. A latent is kept in one to four pieces of a power of two
+(`support.pieces`).
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from kvtide.kvcache import ConfigError
 
 from .contract import MlaCall
 from .formats import SCALE_GROUP, LatentFormat
+from .support import MAX_PIECES, pieces
 from .triton_kernel import Launch, tl
 from .triton_mla_kernels import DECODE, MERGE
 from .triton_schedule import Device, Schedule, choose, device_of
 
 # Splits that the merge reads at once: 32 x 128 float32 are 32 registers a thread.
 MERGE_SPLITS = 32
-MAX_CHUNKS = 4
 # Float16 probabilities are 2**14 times as large: full precision down to 2**-28, and 2 of them stay below 65504.
 FLOAT16_SHIFT = 14
 _DOT = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -41,20 +42,15 @@ def decode(call: MlaCall) -> None:
         launch.run()
 
 
-def chunks_of(latent_dim: int) -> tuple[int, int]:
-    """The latent's pieces as (count, width): the narrowest power of two that cuts it into at most four."""
-    width = 16
-    while latent_dim % width == 0 and latent_dim > MAX_CHUNKS * width:
-        width *= 2
-    if latent_dim % width or not latent_dim:
-        raise ConfigError(f"latent_dim {latent_dim} is not one to {MAX_CHUNKS} pieces of one power of two from 16 up")
-    return latent_dim // width, width
-
-
 def launches(call: MlaCall, schedule: Schedule, device: Device) -> list[Launch]:
     """The kernels that a schedule of a call takes, in order."""
     tile = schedule.tile
-    chunks, chunk = chunks_of(call.latent_dim)
+    cut = pieces(call.latent_dim)
+    if cut is None:
+        raise ConfigError(
+            f"latent_dim {call.latent_dim} is not one to {MAX_PIECES} pieces of one power of two from 16 up"
+        )
+    chunks, chunk = cut
     rows = call.heads * call.q_len
     latent, rope, scales = cache_parts(call.cache, call.fmt, call.latent_dim)
     dot = _dot_dtype(call)

@@ -14,15 +14,17 @@ import torch
 
 from kvtide.kvcache import ConfigError
 
-from .arguments import QUERY_DTYPES, check_contiguous, check_tensor, quantisation_scale
+from .arguments import QUERY_DTYPES, check_contiguous, check_tensor, check_written
 from .formats import LatentFormat
-from .mla import check_cache
+from .mla import check_cache, check_widths
 from .reference import quantise, to_e4m3
+from .scales import quantisation_scale
 
 _SLOT_DTYPES = (torch.int64, torch.int32)
 _CACHE_DTYPES = (*QUERY_DTYPES, torch.float8_e4m3fn)
 
 
+@torch.no_grad()
 def write_latent(
     latent: torch.Tensor,
     slots: torch.Tensor,
@@ -39,8 +41,10 @@ def write_latent(
     [1]: an fp8_e4m3 cache holds values / k_scale, rotary part included, saturated at 448 (choose it by the larger of
     both). `ConfigError` for arguments that do not fit.
     """
+    latent_dim, rope_dim = check_widths(latent_dim, rope_dim)
     latent = check_tensor("latent", latent, ("tokens", latent_dim + rope_dim), QUERY_DTYPES, None)
     fmt = check_cache(cache, latent_dim, rope_dim, latent.device)
+    check_written("cache", cache)
     slots = _check_slots(slots, latent, cache)
     scale = quantisation_scale("k_scale", k_scale, latent.device, is_fp8=fmt is LatentFormat.FP8)
     if latent.device.type == "cuda":
@@ -53,6 +57,7 @@ def write_latent(
     _scatter(quantise(latent, fmt, latent_dim, rope_dim, scale), slots, cache)
 
 
+@torch.no_grad()
 def write_kv(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -78,8 +83,9 @@ def write_kv(
     value_cache = check_tensor(
         "value_cache", value_cache, (entries, block_size, heads, value.shape[2]), (key_cache.dtype,), key.device
     )
-    check_contiguous("key_cache", key_cache)
-    check_contiguous("value_cache", value_cache)
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        check_contiguous(name, cache)
+        check_written(name, cache)
     slots = _check_slots(slots, key, key_cache)
     is_fp8 = key_cache.dtype == torch.float8_e4m3fn
     scales = [

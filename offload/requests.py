@@ -124,6 +124,12 @@ class Requests:
         operation = self._submit(len(keys), call, deadline)
         return None if operation is None else LeaseOperation(operation, holder)
 
+    def run(
+        self, num_keys: int, call: Callable[[], list[Status]], *, deadline: float | None = None
+    ) -> Operation | None:
+        """Several calls of the store as one operation, with a status per key; None if too many wait already."""
+        return self._submit(num_keys, call, deadline)
+
     def expire(self) -> None:
         """Finish operations that are past their deadline. Cheap; call it often."""
         now = time.monotonic()

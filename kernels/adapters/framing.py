@@ -13,16 +13,13 @@ whatever the buffer held there.
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
-
-from kvtide.kvcache import BackendUnavailable
 
 from ..contract import MlaCall
 from ..formats import FP8_MAX, LatentFormat
+from ..scales import host_scale, outside_capture
 from ..support import Support
 
 LN2 = math.log(2)
@@ -139,21 +136,6 @@ def _sees_nothing(call: MlaCall) -> torch.Tensor:
     return (token >= q_lens) | (token < q_lens - call.seq_lens[:, None])
 
 
-# Values of scale tensors that kernels want on the host, with the version they were read at. Weak: it owns no tensor.
-_scales: MutableMapping[torch.Tensor, tuple[int, float]] = WeakIdKeyDictionary()
-
-
-def host_scale(k_scale: torch.Tensor) -> float:
-    """The value of a scale tensor. Read from the device once for each tensor and in-place change, so not per step."""
-    known = _scales.get(k_scale)
-    if known is not None and known[0] == k_scale._version:
-        return known[1]
-    _outside_capture(k_scale.device, "the FP8 scale has to be read from the device")
-    value = float(k_scale)
-    _scales[k_scale] = (k_scale._version, value)
-    return value
-
-
 def workspace(owner: str, device: torch.device, num_bytes: int) -> torch.Tensor:
     """Scratch of one kernel on one device, zeroed when it is made: some keep counters in it that they leave at zero.
 
@@ -164,15 +146,11 @@ def workspace(owner: str, device: torch.device, num_bytes: int) -> torch.Tensor:
     found = _workspaces.get((owner, device, num_bytes))
     if found is None:
         # Zeroing that is captured would happen at that graph's replay, and another graph may run before it.
-        _outside_capture(device, f"the workspace of {owner} has to be allocated")
-        found = torch.zeros(num_bytes, dtype=torch.int8, device=device)
+        outside_capture(device, f"the workspace of {owner} has to be allocated")
+        with torch.inference_mode(False):
+            found = torch.zeros(num_bytes, dtype=torch.int8, device=device)
         _workspaces[owner, device, num_bytes] = found
     return found
 
 
 _workspaces: dict[tuple[str, torch.device, int], torch.Tensor] = {}
-
-
-def _outside_capture(device: torch.device, what: str) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise BackendUnavailable(f"{what} before a CUDA graph is captured; run such a call once first")

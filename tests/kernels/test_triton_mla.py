@@ -129,10 +129,10 @@ def test_latents_of_one_to_four_chunks(latent_dim: int) -> None:
     solved(make_case(LatentFormat.FLOAT32, [5], heads=2, latent_dim=latent_dim, rope_dim=8), splits=2)
 
 
-@pytest.mark.parametrize("latent_dim", [0, 8, 80, 100])
-def test_latents_that_no_chunks_fit_are_refused(latent_dim: int) -> None:
+@pytest.mark.parametrize("latent_dim", [8, 80, 100])
+def test_latents_that_no_pieces_fit_are_refused(latent_dim: int) -> None:
     with pytest.raises(ConfigError, match=f"latent_dim {latent_dim} is not"):
-        triton_mla.chunks_of(latent_dim)
+        triton_mla.decode(make_case(LatentFormat.FLOAT32, [5], latent_dim=latent_dim).call)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
