@@ -78,7 +78,7 @@ class OffloadManager:
         self.manager = manager
         self.transfers = transfers
         self.counts: Counter[str] = Counter()
-        self._step = manager.load_step()
+        self._step = manager.load_step
         self._store_policy = store_policy or StorePolicy()
         self._load_policy = load_policy or LoadPolicy()
         # Cross attention depends on images, states on the engine's checkpoints: such layouts stay on the device.
@@ -293,23 +293,18 @@ class OffloadManager:
     def _loaded(self, row: int, load: _Load, statuses: list[Status]) -> None:
         """Keep the longest prefix that arrived; the rest is computed."""
         manager = self.manager
-        hit, length = int(manager.committed[row]), load.num_tokens
+        hit = int(manager.committed[row])
         assert load.values is not None
         assert load.transfer is not None
+        failed: dict[str, list[int]] = {}
         for (group, logical), status in zip(load.values, statuses, strict=True):
             if status is not Status.HIT:
                 self.counts["blocks_not_loaded"] += 1
-                length = min(length, logical * group.fmt.block_size // self._step * self._step)
+                failed.setdefault(group.name, []).append(logical)
         for layer in load.transfer.layers:
             load.transfer.wait_layer(layer)
-        if length < load.num_tokens and any(group.is_bounded for group in manager.groups):
-            length = hit  # the window of a shorter length was not loaded
-        if length > hit:
-            manager.settle_load(row, length)
-            self.counts["tokens_store"] += length - hit
-            self._stored[row] = length
-        else:
-            self._stored[row] = manager.cancel_load(row).num_cached_tokens
+        self._stored[row] = manager.settle_load(row, failed).num_cached_tokens
+        self.counts["tokens_store"] += max(int(self._stored[row]) - hit, 0)
         self._be_ready(row)
 
     def _be_ready(self, row: int) -> None:

@@ -183,7 +183,7 @@ def test_a_prompt_comes_back_from_the_store_in_a_new_process(layout, kind, tmp_p
     second = Engine(LAYOUTS[layout], store, pages=200)
     row = second.admit("b", prompt(1, 300))
     second.settle(row)
-    step = second.manager.load_step()
+    step = second.manager.load_step
     assert second.manager.committed[row] == 299 // step * step
     assert second.offload.counts["tokens_store"] == 299 // step * step
     second.manager.check()
@@ -216,7 +216,7 @@ def test_a_window_loads_only_its_last_blocks(layout):
     row = second.admit("b", prompt(1, 320))
     second.settle(row)
     length = int(second.manager.committed[row])
-    assert length == 319 // second.manager.load_step() * second.manager.load_step()
+    assert length == 319 // second.manager.load_step * second.manager.load_step
     expected = 0
     for group in second.manager.groups:
         tokens = (
@@ -240,7 +240,7 @@ def test_a_preempted_request_comes_back_by_loading():
     engine.manager.reset_cache()  # nothing is left on the device
     assert engine.offload.resume(row).num_cached_tokens == 0
     engine.settle(row)
-    step = engine.manager.load_step()
+    step = engine.manager.load_step
     assert engine.manager.committed[row] == 230 // step * step
     engine.compute(row, 240)
     engine.close()
