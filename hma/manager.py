@@ -14,6 +14,7 @@ transfers and other threads hand in their results at a step boundary.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -162,7 +163,6 @@ class HybridMemoryManager:
             events=events,
         )
         self._states = [group for group in self.groups if group.is_state]
-        self._unknown_images = 0
         self._row_of: dict[str, int] = {}
         self._request_of: list[str | None] = [None] * max_requests
         self._salt: list[str] = [""] * max_requests
@@ -217,8 +217,8 @@ class HybridMemoryManager:
         parts = [salt, adapter]
         if image_tokens and not items and any(group.is_cross for group in self.groups):
             # The text's keys and values depend on the images. Without a digest of them nothing may be shared.
-            parts.append(f"unknown images {self._unknown_images}")
-            self._unknown_images += 1
+            # Random, since keys may outlive the process in a store that others share.
+            parts.append(f"unknown images {secrets.token_hex(16)}")
         space = namespace(self._space, *parts)
         row = self._free_rows.pop()
         self._sequences.start(row, space, tokens, sorted(items), hashed=self._cache.enabled)
