@@ -192,13 +192,20 @@ class Storing:
         """Store the blocks that the groups which keep everything have whole; False when the hold bound forbids some."""
         groups = [group for group in self._whole if self._policy.stores(event, group.fmt.group.spec.kind)]
         base = self._manager.base
-        start, end = int(self._stored[row]), int(self._manager.committed[row]) // base * base
+        # Where groups are stored at different events, marks know what is left of each.
+        start = int(self._stored[row]) if self._is_written_through or event is Event.COMMITTED else 0
+        end = int(self._manager.committed[row]) // base * base
         token_bytes = sum(group.fmt.block_bytes * group.fmt.tables // group.fmt.block_size for group in groups)
         step = max(self._put_bytes // max(token_bytes, 1) // base, 1) * base
         for stop in (*range(start + step, end, step), end) if groups and end > start else ():
-            sizes = [group.fmt.block_size for group in groups]
-            blocks = [np.arange(start // size, stop // size) for size in sizes]
-            if not self._offer(row, list(zip(groups, blocks, strict=True))):
+            runs = []
+            for group in groups:
+                first, last = start // group.fmt.block_size, stop // group.fmt.block_size
+                entries = group.table.entries[:, row, first:last]  # its rows hold every block, from the first on
+                runs.append((group, LoadRun(group.name, np.arange(first, last), entries)))
+            if not self._is_written_through:
+                runs = [(group, self._not_put(row, group, run)) for group, run in runs]
+            if not self._hold(row, runs):
                 return False
             self._stored[row] = start = stop
         return True
@@ -216,10 +223,10 @@ class Storing:
             wanted = [
                 (group, np.unique(np.concatenate([needed_blocks(group, n)[0] for n in lengths]))) for group in groups
             ]
-            entries = [self._manager.blocks_of(row, group.name, blocks) for group, blocks in wanted]
-            if any((found < 0).any() for found in entries):
+            runs = [(group, self._run(row, group, blocks)) for group, blocks in wanted]
+            if any((run.entries < 0).any() for _, run in runs):
                 self._counts["ends_incomplete"] += 1  # a window that lacks a block completes no hit
-            elif not self._offer(row, wanted):
+            elif not self._hold(row, [(group, self._not_put(row, group, run)) for group, run in runs]):
                 self._counts["ends_dropped"] += 1
 
     def _slide(self, row: int) -> None:
@@ -228,42 +235,43 @@ class Storing:
             first = int(group.first_block(self._manager.committed[row]))
             blocks = np.arange(self._slid[group.number, row], first)
             self._slid[group.number, row] = first
-            if self._policy.stores(Event.OUT_OF_WINDOW, group.fmt.group.spec.kind):
-                if self._plan.is_writer(group) and not self._offer(row, [(group, blocks)]):
-                    self._counts["ends_dropped"] += 1
-            else:
-                entries = self._manager.blocks_of(row, group.name, blocks)
-                self._manager.forget(group.name, entries[:, (entries >= 0).all(axis=0)])
+            run = self._run(row, group, blocks)
+            run = _chosen(run, np.flatnonzero((run.entries >= 0).all(axis=0)))
+            if not self._policy.stores(Event.OUT_OF_WINDOW, group.fmt.group.spec.kind):
+                self._manager.forget(group.name, run.entries)
+            elif self._plan.is_writer(group) and not self._hold(row, [(group, self._not_put(row, group, run))]):
+                self._counts["ends_dropped"] += 1
 
-    def _offer(self, row: int, wanted: Sequence[tuple[ManagedGroup, Int64Array]]) -> bool:
-        """Hold those of the blocks that are there and were not put yet, and queue them.
+    def _run(self, row: int, group: ManagedGroup, blocks: Int64Array) -> LoadRun:
+        return LoadRun(group.name, blocks, self._manager.blocks_of(row, group.name, blocks))
 
-        False, and nothing, if that would hold too much.
-        """
-        runs = []
-        for group, blocks in wanted:
-            entries = self._manager.blocks_of(row, group.name, blocks)
-            marks = self._marks_of(row, group, blocks)
-            is_new = (entries >= 0).all(axis=0) & (self._marks[group.table.to_ids(entries)] != marks).any(axis=0)
-            at_once = max(self._put_bytes // (staging_bytes(group.fmt.block_bytes) * group.fmt.tables), 1)
-            for start in range(0, int(is_new.sum()), at_once):
-                part = np.flatnonzero(is_new)[start : start + at_once]
-                runs.append((group, LoadRun(group.name, blocks[part], entries[:, part])))
-        sizes = [run.entries.size * group.fmt.block_bytes for group, run in runs]
-        if self.held_bytes + sum(sizes) > self._max_held_bytes:
+    def _not_put(self, row: int, group: ManagedGroup, run: LoadRun) -> LoadRun:
+        """Those of the blocks that have been neither put nor loaded as they are."""
+        marks = self._marks[group.table.to_ids(run.entries)]
+        return _chosen(run, np.flatnonzero((marks != self._marks_of(row, group, run.logical)).any(axis=0)))
+
+    def _hold(self, row: int, runs: Sequence[tuple[ManagedGroup, LoadRun]]) -> bool:
+        """Hold blocks and queue them; False, and nothing, if that would hold too much."""
+        num_bytes = sum(run.entries.size * group.fmt.block_bytes for group, run in runs)
+        if self.held_bytes + num_bytes > self._max_held_bytes:
             self._counts["put_over_hold_bound"] += 1
             return False
         salt = self._manager.salt(row)
-        for (group, run), size in zip(runs, sizes, strict=True):
-            hold = self._manager.hold(row, group.name, run.entries)
-            self._holds.add(hold)
-            values, _ = self._plan.values(row, run)
-            ids = group.table.to_ids(run.entries).T.ravel()
-            needs = sum(staging_bytes(value.num_bytes) for value in values)
-            self._queue.append(_Piece(salt, values, ids, size, needs, hold))
-            self._bytes_by_kind["stored", group.fmt.group.spec.kind] += size
-            self.loaded(row, run)
-        self.held_bytes += sum(sizes)
+        for group, whole in runs:
+            at_once = max(self._put_bytes // (staging_bytes(group.fmt.block_bytes) * group.fmt.tables), 1)
+            for first in range(0, len(whole.logical), at_once):
+                run = _chosen(whole, slice(first, first + at_once))
+                hold = self._manager.hold(row, group.name, run.entries)
+                self._holds.add(hold)
+                values, _ = self._plan.values(row, run)
+                ids = group.table.to_ids(run.entries).T.ravel()
+                needs = len(values) * staging_bytes(values[0].num_bytes)
+                size = len(values) * group.fmt.block_bytes
+                self._queue.append(_Piece(salt, values, ids, size, needs, hold))
+                self._bytes_by_kind["stored", group.fmt.group.spec.kind] += size
+                if not self._is_written_through or group.is_bounded or group.is_state:
+                    self.loaded(row, run)
+        self.held_bytes += num_bytes
         return True
 
     def _marks_of(self, row: int, group: ManagedGroup, blocks: Int64Array) -> npt.NDArray[np.uint64]:
@@ -305,3 +313,7 @@ class Storing:
             self._holds.remove(piece.hold)
             self._manager.unhold(piece.hold)
             self.held_bytes -= piece.num_bytes
+
+
+def _chosen(run: LoadRun, which: npt.NDArray[np.intp] | slice) -> LoadRun:
+    return LoadRun(run.group, run.logical[which], run.entries[:, which])

@@ -197,6 +197,23 @@ def test_every_event_and_kind_is_stored_kept_or_dropped_as_the_rules_say():
             StorePolicy(rules=rules)
 
 
+def test_groups_that_are_stored_at_different_events_are_each_stored_whole():
+    layout = layout_of("mixed", (2, MLA(32, 16, "float16")), (2, FullAttention(2, 16, 16)))
+    store = host(16 << 20)
+    policy = StorePolicy(rules={(Event.COMMITTED, Kind.MLA): Action.KEEP})
+    first = Engine(layout, store, store_policy=policy)
+    first.run(first.admit("a", prompt(1, 200)), 200)
+    first.flush()
+    assert ("stored", Kind.MLA) not in first.offload.stats().bytes_by_kind
+    first.offload.release(0)
+    first.flush()
+    first.close()
+    second = Engine(layout, store)
+    assert second.settle(second.admit("b", prompt(1, 200))) == 192
+    second.close()
+    store.close()
+
+
 def test_windows_are_stored_where_turns_end_and_where_prompts_part():
     store = host(16 << 20)
     engine = Engine(LAYOUTS["gemma"], store)
