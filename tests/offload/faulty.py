@@ -1,15 +1,19 @@
-"""A store that fails as real ones do, key by key: errors, values gone or corrupt when read, no room, slowness."""
+"""A store that fails as real ones do, key by key: errors, values gone or corrupt when read, no room, slowness.
+
+And copies that are as late as a device's may be.
+"""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from awkward import AwkwardStore
 
+from kvtide.offload.copies import Copied, Copies
 from kvtide.offload.store import Lease, Status, Store
 
 
@@ -72,3 +76,38 @@ class FaultyStore(AwkwardStore):
         for number, status in zip(good, found, strict=True):
             statuses[number] = status
         return statuses
+
+
+class LateCopies:
+    """Copies that happen some polls after they were asked for, or when somebody waits for them: as on a CUDA stream.
+
+    What is copied out is what the blocks hold by then, so a block that was let go too early shows in the store.
+    """
+
+    def __init__(self, copies: Copies, seed: object) -> None:
+        self.staging = copies.staging
+        self._copies = copies
+        self._rng = random.Random(f"late {seed}")
+
+    def out(self, runs: Any) -> Copied:
+        return _Late(lambda: self._copies.out(runs), self._rng.choice([0, 1, 3]))
+
+    def into(self, parts: Any) -> Copied:
+        return _Late(lambda: self._copies.into(parts), self._rng.choice([0, 1, 3]))
+
+
+class _Late(Copied):
+    def __init__(self, copy: Callable[[], Copied], polls: int) -> None:
+        self._copy: Callable[[], Copied] | None = copy
+        self._polls = polls
+
+    def done(self) -> bool:
+        self._polls -= 1
+        if self._polls < 0:
+            self.wait()
+        return self._copy is None
+
+    def wait(self, part: int | None = None) -> None:
+        if self._copy is not None:
+            self._copy()
+            self._copy = None

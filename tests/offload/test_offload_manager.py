@@ -214,23 +214,57 @@ def test_groups_that_are_stored_at_different_events_are_each_stored_whole():
     store.close()
 
 
-def test_windows_are_stored_where_turns_end_and_where_prompts_part():
+def test_what_a_store_did_not_take_is_put_again(monkeypatch):
+    monkeypatch.setattr("kvtide.offload.breaker._FIRST_REST_S", 0.0)
+    store = AwkwardStore(host(16 << 20))
+    rules = {(Event.COMMITTED, kind): Action.KEEP for kind in (Kind.FULL_ATTENTION, Kind.SLIDING_WINDOW)}
+    first = Engine(LAYOUTS["gemma"], store, store_policy=StorePolicy(rules=rules))
+    first.run(first.admit("a", prompt(1, 200)), 200)
+    store.failing = True
+    first.offload.preempt(0)
+    first.flush()
+    store.failing = False
+    first.resume(0)  # the device still has it
+    first.settle(0)
+    first.run(0, 205)
+    first.offload.release(0)
+    first.flush()
+    first.close()
+    second = Engine(LAYOUTS["gemma"], store)
+    assert second.settle(second.admit("b", prompt(1, 200))) == 192
+    second.close()
+    store.close()
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_windows_are_stored_where_prompts_part(restarts):
+    """Two prompts begin with the same 100 tokens; where they parted, the third one hits."""
     store = host(16 << 20)
     engine = Engine(LAYOUTS["gemma"], store)
-    for number, name in enumerate("ab"):  # both begin with the same 100 tokens
-        engine.run(engine.admit(name, prompt(1, 100) + prompt(10 + number, 100)), 200)
+    for number, name in enumerate("ab"):
+        row = engine.admit(name, prompt(1, 100) + prompt(10 + number, 100))
+        engine.settle(row)
+        engine.run(row, 200)
+        engine.offload.release(row)
         engine.flush()
-        engine.offload.release(0)
-        engine.flush()
-    second = Engine(LAYOUTS["gemma"], store)
-    assert second.settle(second.admit("c", prompt(1, 100) + prompt(12, 100))) == 96
-    second.close()
-    # What an engine says needs no second prompt.
-    engine.run(engine.admit("d", prompt(2, 100) + prompt(20, 100), turn_ends=[100]), 200)
-    engine.flush()
+        if restarts:
+            engine.close()
+            engine = Engine(LAYOUTS["gemma"], store)
     third = Engine(LAYOUTS["gemma"], store)
-    assert third.settle(third.admit("e", prompt(2, 100) + prompt(21, 100))) == 96
+    assert third.settle(third.admit("c", prompt(1, 100) + prompt(12, 100))) == 96
     third.close()
+    engine.close()
+    store.close()
+
+
+def test_windows_are_stored_where_the_engine_says_that_turns_end():
+    store = host(16 << 20)
+    engine = Engine(LAYOUTS["gemma"], store)
+    engine.run(engine.admit("a", prompt(2, 100) + prompt(20, 100), turn_ends=[100]), 200)
+    engine.flush()
+    second = Engine(LAYOUTS["gemma"], store)
+    assert second.settle(second.admit("b", prompt(2, 100) + prompt(21, 100))) == 96
+    second.close()
     engine.close()
     store.close()
 
