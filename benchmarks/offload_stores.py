@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Self
@@ -97,6 +99,20 @@ class Contestant:
     def read(self) -> float:
         """Seconds to read them."""
         return self._time(lambda keys, at: self._store.get_into(keys, self._buffers[at : at + BATCH]), Status.HIT)
+
+    def churn(self) -> float:
+        """Seconds to replace as many values, picked at random, as there are, a batch at a time."""
+        seconds = 0.0
+        for at in range(0, len(self._keys), BATCH):
+            places = random.sample(range(len(self._keys)), BATCH)
+            old, new = [self._keys[place] for place in places], [os.urandom(32) for _ in places]
+            start = time.perf_counter()
+            self._store.delete(old)
+            self._store.put(new, self._values[at : at + BATCH])
+            seconds += time.perf_counter() - start
+            for place, key in zip(places, new, strict=True):
+                self._keys[place] = key
+        return seconds
 
     def _time(self, call: Callable[[Sequence[bytes], int], Sequence[Status]], expected: Status) -> float:
         start = time.perf_counter()
@@ -188,21 +204,22 @@ def values_inline(run: Run) -> Iterator[Figure]:
         count = max(BATCH, run.bytes_per_turn // 2 // size)
         label = f"{size // KIB}KiB"
         inline = _Inline(run.new("inline"), size, count)
+        place = run.new("segments")
         room = 2 * count * (size + 2 * PAGE) + 16 * MIB
-        with LMDBConnector(
-            LMDBConfig(path=str(run.new("seg")), max_bytes=room, durability="none", io_threads=1)
-        ) as store:
+        with LMDBConnector(LMDBConfig(path=str(place), max_bytes=room, durability="none", io_threads=1)) as store:
             segments = Contestant(store, size, count)
-            value, peer = alternate(run.repetitions, segments.write, inline.write)
-            each = 1e6 / count
-            yield Figure(
-                f"inline_put_{label}", scaled(value, each), "µs", scaled(peer, each), note="peer: value in LMDB"
-            )
-            value, peer = alternate(run.repetitions, segments.read, inline.read)
-            yield Figure(
-                f"inline_get_{label}", scaled(value, each), "µs", scaled(peer, each), note="unverified for LMDB"
-            )
+            figure = partial(_inline_figure, label, 1e6 / count)
+            yield figure("put", *alternate(run.repetitions, segments.write, inline.write), "after deleting")
+            yield figure("get", *alternate(run.repetitions, segments.read, inline.read), "not verified in LMDB")
+            yield figure("churn", *alternate(run.repetitions, segments.churn, inline.churn), "delete, then put")
+            held = count * size
+            own = sum(each.stat().st_size for each in (place / "segments").iterdir())
+            yield Figure(f"inline_file_{label}", own / held, "× data", inline.file_bytes() / held, note="after churn")
         inline.close()
+
+
+def _inline_figure(label: str, each: float, what: str, value: float | None, peer: float | None, note: str) -> Figure:
+    return Figure(f"inline_{what}_{label}", scaled(value, each), "µs", scaled(peer, each), note=note)
 
 
 class _Inline:
@@ -231,6 +248,26 @@ class _Inline:
                 for key, buffer in zip(self._keys[at : at + BATCH], self._buffers[at : at + BATCH], strict=True):
                     memoryview(buffer)[:] = txn.get(key)
         return time.perf_counter() - start
+
+    def churn(self) -> float:
+        seconds = 0.0
+        for at in range(0, len(self._keys), BATCH):
+            places = random.sample(range(len(self._keys)), BATCH)
+            new = [os.urandom(32) for _ in places]
+            start = time.perf_counter()
+            with self._env.begin(write=True) as txn:
+                for place in places:
+                    txn.delete(self._keys[place])
+            with self._env.begin(write=True) as txn:
+                for key, value in zip(new, self._values[at : at + BATCH], strict=True):
+                    txn.put(key, value)
+            seconds += time.perf_counter() - start
+            for place, key in zip(places, new, strict=True):
+                self._keys[place] = key
+        return seconds
+
+    def file_bytes(self) -> int:
+        return int(self._env.info()["last_pgno"] + 1) * PAGE
 
     def close(self) -> None:
         self._env.close()

@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lmdb
+import numpy as np
 
 from kvtide.offload.keys import KEY_BYTES, StoreKey
 
 _ENTRY = struct.Struct("<IIQQ")
+ENTRY_DTYPE = np.dtype([("segment", "<u4"), ("slot", "<u4"), ("stored_bytes", "<u8"), ("generation", "<u8")])
 _START_BYTES = 1 << 24
 _MAX_READERS = 1024
 _SCAN_STEP = 10_000
@@ -74,14 +76,18 @@ class Index:
 
     def scan(self) -> Iterator[tuple[StoreKey, Place]]:
         """All entries in key order, read in steps so that no long transaction keeps old pages alive."""
+        for keys, entries in self.steps():
+            yield from zip(keys, map(_parse, entries), strict=True)
+
+    def steps(self) -> Iterator[tuple[list[StoreKey], list[bytes]]]:
+        """The same as lists of keys and of packed entries (`ENTRY_DTYPE`), some thousands at a time."""
         start = b""
         while True:
             with self._transaction() as txn:
                 cursor = txn.cursor()
                 found = list(islice(cursor.iternext(), _SCAN_STEP)) if cursor.set_range(start) else []
-            for key, entry in found:
-                if len(key) == KEY_BYTES and len(entry) == _ENTRY.size:
-                    yield key, _parse(entry)
+            whole = [(key, entry) for key, entry in found if len(key) == KEY_BYTES and len(entry) == _ENTRY.size]
+            yield [key for key, _ in whole], [entry for _, entry in whole]
             if len(found) < _SCAN_STEP:
                 return
             start = found[-1][0] + b"\0"

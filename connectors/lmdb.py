@@ -55,6 +55,7 @@ _SEGMENTS = 64
 _MAX_SEGMENT_BYTES = 256 << 20
 _SAVE_USES_S = 10.0
 _SCAN_STEP = 1000
+_SHARED_OUT_BYTES = 1 << 17
 
 
 class LMDBConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,7 +116,7 @@ class LMDBConnector(RemoteStore):
             else:
                 self._locked = recovery.lock(self._path)
                 self._open_to_write()
-            self._parallel = Parallel(config.io_threads, "kvtide-lmdb-io")
+            self._parallel = Parallel(config.io_threads, "kvtide-lmdb-io", min_item_bytes=_SHARED_OUT_BYTES)
             self._reader = SegmentReader(
                 self._segments, self._index, self._parallel, self._fault, discover=config.read_only
             )
@@ -297,7 +298,7 @@ class LMDBConnector(RemoteStore):
             lambda: make_policy(self._config.eviction),
             durable=self._config.durability != "none",
         )
-        self._space.load(found.entries)
+        self._space.load(found.keys, found.entries)
 
     def _start(self, space: Space) -> None:
         self._writer = SegmentWriter(

@@ -26,6 +26,8 @@ from typing import Literal, NamedTuple
 import lmdb
 import lmdb.verify
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvtide.kvcache import ConfigError
@@ -33,7 +35,7 @@ from kvtide.offload.keys import StoreKey
 from kvtide.offload.values import BadValue, parse_header
 
 from .files import make_private, sync_directory
-from .index import Index, Place
+from .index import ENTRY_DTYPE, Index, Place
 from .segments import Segment, Segments
 
 FORMAT = 1
@@ -52,10 +54,11 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recovered(NamedTuple):
-    """An index with all its entries, every slot they name claimed, and how it was come by."""
+    """An index, its keys with the entries of each, every slot they name claimed, and how it was come by."""
 
     opened: Index
-    entries: list[tuple[StoreKey, Place]]
+    keys: list[StoreKey]
+    entries: npt.NDArray[np.void]
     how: Literal["new", "sealed", "checked", "rebuilt"]
 
 
@@ -121,19 +124,19 @@ def recover(path: Path, segments: Segments, max_value_bytes: int) -> Recovered:
     if trust is not None:
         try:
             index = Index(path / "index", read_only=False)
-            entries = _claim(index, segments)
-            if entries is not None:
-                return Recovered(index, entries, trust)
+            claimed = _claim(index, segments)
+            if claimed is not None:
+                return Recovered(index, *claimed, trust)
             index.close()
         except lmdb.Error:
             pass
     empty = not segments.by_number
-    entries = _scan(segments, max_value_bytes)
-    _write_anew(path, entries)
+    _write_anew(path, _scan(segments, max_value_bytes))
     index = Index(path / "index", read_only=False)
-    for _, place in entries:
-        segments.by_number[place.segment].claim(place.slot)
-    return Recovered(index, entries, "new" if empty else "rebuilt")
+    claimed = _claim(index, segments)
+    if claimed is None:
+        raise AssertionError("an index that was built from headers names a slot twice")
+    return Recovered(index, *claimed, "new" if empty else "rebuilt")
 
 
 def is_believable(path: Path) -> bool:
@@ -174,22 +177,36 @@ def _trust(path: Path) -> Literal["sealed", "checked"] | None:
         return None
 
 
-def _claim(index: Index, segments: Segments) -> list[tuple[StoreKey, Place]] | None:
+def _claim(index: Index, segments: Segments) -> tuple[list[StoreKey], npt.NDArray[np.void]] | None:
     """Claim the slots of all entries; None if two name one slot. Entries whose segment is gone are removed."""
-    entries, lost = [], []
-    for entry in index.scan():
-        place = entry[1]
-        segment = segments.by_number.get(place.segment)
-        if segment is None:
-            lost.append(entry)
-        elif segment.claim(place.slot):
-            entries.append(entry)
-        else:
-            for segment in segments.by_number.values():
-                segment.taken[:] = bytes(segment.num_slots)
-            return None
-    index.remove(lost)
-    return entries
+    keys: list[StoreKey] = []
+    parts = [np.empty(0, ENTRY_DTYPE)]
+    for found, packed in index.steps():
+        keys += found
+        parts.append(np.frombuffer(b"".join(packed), ENTRY_DTYPE))
+    entries = np.concatenate(parts)
+    claimed = np.zeros(len(entries), np.bool_)
+    order = np.argsort(entries["segment"], kind="stable")
+    numbers, starts = np.unique(entries["segment"][order], return_index=True)
+    claims = []
+    for number, start, stop in zip(numbers.tolist(), starts, [*starts, len(order)][1:], strict=True):
+        segment = segments.by_number.get(number)
+        if segment is not None:
+            places = order[start:stop]
+            places = places[entries["slot"][places] < segment.num_slots]
+            slots = entries["slot"][places]
+            if len(np.unique(slots)) != len(slots):
+                return None
+            claimed[places] = True
+            claims.append((segment, slots))
+    for segment, slots in claims:
+        segment.claim(slots)
+    if not claimed.all():
+        lost = np.flatnonzero(~claimed).tolist()
+        index.remove([(keys[at], Place(*entries[at].item())) for at in lost])
+        keys = [key for key, is_claimed in zip(keys, claimed.tolist(), strict=True) if is_claimed]
+        entries = entries[claimed]
+    return keys, entries
 
 
 def _scan(segments: Segments, max_value_bytes: int) -> list[tuple[StoreKey, Place]]:

@@ -20,13 +20,16 @@ import contextlib
 import errno
 import os
 import re
+import resource
 import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtide.offload.values import HEADER_BYTES
 
@@ -34,7 +37,7 @@ from .files import PAGE, OpenFiles, WritableBytes, read_all, sync_directory, wri
 
 _NAME = re.compile(r"([0-9a-f]{1,8})-([0-9a-f]{1,16})-([0-9a-f]{1,8})\.segment")
 _EPOCH = 1_767_225_600  # 2026-01-01
-_OPEN_FILES = 128
+_OPEN_FILES = 128  # that stay open at most; and no more than a quarter of what the process may open
 
 
 def slot_bytes(stored_bytes: int) -> int:
@@ -88,16 +91,12 @@ class Segment:
         self.taken[slot] = 1
         return slot
 
-    def claim(self, slot: int) -> bool:
-        """Mark a slot as taken while an index is read, before `settle`; False if it is no free slot."""
-        if slot >= self.num_slots or self.taken[slot]:
-            return False
-        self.taken[slot] = 1
-        return True
-
-    def settle(self) -> None:
-        """List the free slots after claiming."""
-        self.free = array("I", (slot for slot in range(self.num_slots - 1, -1, -1) if not self.taken[slot]))
+    def claim(self, slots: npt.NDArray[np.unsignedinteger[Any]]) -> None:
+        """Take exactly these slots, of a segment that was opened."""
+        taken = np.zeros(self.num_slots, np.uint8)
+        taken[slots] = 1
+        self.taken[:] = taken.tobytes()
+        self.free = array("I", np.flatnonzero(taken == 0)[::-1].astype(np.uint32).tobytes())
 
     def release(self, slot: int) -> None:
         """Give a slot back."""
@@ -125,7 +124,9 @@ class Segments:
         self.directory = directory
         self._mode = os.O_RDONLY if read_only else os.O_RDWR
         self.by_number: dict[int, Segment] = {}
-        self._files = OpenFiles(self._open, _OPEN_FILES)
+        may_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        few = 0 <= may_open // 4 < _OPEN_FILES  # -1 is no limit
+        self._files = OpenFiles(self._open, may_open // 4 if few else _OPEN_FILES)
         self.discover()
         self._next = max([*self.by_number, int(time.time())]) + 1  # so that numbers do not come back after a restart
 

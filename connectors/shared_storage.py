@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -39,14 +38,13 @@ from .files import NO_ROOM, fault_kind, read_all, write_all
 from .leases import Holds
 from .parallel import Parallel
 from .remote import CodecName, RemoteStore
+from .shared_room import Room, Totals
 from .shared_tree import Tree
 from .value_io import read_value, write_raw
 
 _TOUCH_S = 3600.0
 _QUARANTINE_S = 86_400.0
 _SCAN_STEP = 1000
-_LOOK_AGAIN = 1 / 16
-_LOW_WATER = 0.9
 
 
 class SharedStorageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,8 +80,8 @@ class SharedStorageConnector(RemoteStore):
     def __init__(self, config: SharedStorageConfig) -> None:
         super().__init__(config.codec)
         self._config = config
-        self._capacity = None if config.max_bytes is None else _bytes("max_bytes", config.max_bytes)
-        self._floor = 0 if config.min_free_bytes is None else _bytes("min_free_bytes", config.min_free_bytes)
+        capacity = None if config.max_bytes is None else _bytes("max_bytes", config.max_bytes)
+        floor = 0 if config.min_free_bytes is None else _bytes("min_free_bytes", config.min_free_bytes)
         root = Path(config.shared_storage_path).expanduser()
         try:
             self._tree = Tree(root, read_only=config.read_only)
@@ -93,10 +91,7 @@ class SharedStorageConnector(RemoteStore):
             raise ConfigError(f"shared_storage_path {str(root)!r} cannot be used: {error.strerror}") from None
         self._parallel = Parallel(config.io_threads, "kvtide-shared-io")
         self._holds = Holds()
-        self._lock = threading.Lock()  # guards what follows
-        self._seen: list[int] | None = None  # values and bytes in the tree, as far as this engine knows
-        self._written = 0  # bytes since the last look
-        self._making_room = threading.Lock()
+        self._room = Room(self._tree, self._holds, capacity, floor)
 
     def lease(self, keys: Sequence[StoreKey]) -> Lease:
         statuses = self.contains(keys)
@@ -126,13 +121,14 @@ class SharedStorageConnector(RemoteStore):
 
     def stats(self) -> StoreStats:
         try:
-            self._look(only_first=True)
+            totals = self._room.totals()
         except OSError as error:
             self._fault(fault_kind(error))
+            totals = Totals()
         stats = super().stats()
-        with self._lock:
-            stats.num_values, stats.num_bytes = self._seen or (0, 0)
-        stats.capacity_bytes = self._capacity
+        stats.num_values, stats.num_bytes = totals
+        stats.capacity_bytes = self._room.capacity
+        stats.evicted = self._room.evicted
         return stats
 
     def gc(self) -> int:
@@ -142,9 +138,7 @@ class SharedStorageConnector(RemoteStore):
         given_back = 0
         try:
             given_back = self._tree.sweep(self._config.part_age_s, _QUARANTINE_S)
-            self._look()
-            if self._capacity is not None and self._used() > self._capacity:
-                given_back += self._evict(self._used() - int(self._capacity * _LOW_WATER))
+            given_back += self._room.trim()
         except OSError as error:
             self._fault(fault_kind(error))
         finally:
@@ -190,7 +184,7 @@ class SharedStorageConnector(RemoteStore):
         except BadValue as error:
             status = self._bad(error)
             if status is Status.CORRUPT and not self._config.read_only and self._tree.set_aside(key, fd):
-                self._changed(-1, -found.st_size)
+                self._room.changed(-1, -found.st_size)
             return status
         if abs(time.time() - found.st_mtime) > _TOUCH_S:
             self.touch([key])
@@ -224,29 +218,32 @@ class SharedStorageConnector(RemoteStore):
                 parts = self._seal(key, view)
                 size = sum(map(len, parts))
                 publish = partial(write_all, parts=parts, offset=0)
-            if not self._make_room(size):
+            if not self._room.reserve(size):
                 return Status.FULL
+            stored = False
             try:
                 self._publish(key, publish, size)
-            except OSError as error:
-                if error.errno not in NO_ROOM:
-                    raise
-                self._fault(fault_kind(error))
-                if not self._evict(size):
-                    return Status.FULL
-                self._publish(key, publish, size)
+                stored = True
+            finally:
+                self._room.settle(size, stored=stored)
         except OSError as error:
             if error.errno in NO_ROOM:
-                self._fault(fault_kind(error))
                 return Status.FULL
             return self._failed(error)
         return Status.STORED
 
     def _publish(self, key: StoreKey, write: Callable[[int], None], size: int) -> None:
-        self._tree.publish(key, write, size, durable=self._config.durability == "strict")
-        self._changed(1, size)
-        with self._lock:
-            self._written += size
+        """Publish a value; on a full disk, make room and try once more."""
+        durable = self._config.durability == "strict"
+        try:
+            self._tree.publish(key, write, size, durable=durable)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            self._fault(fault_kind(error))
+            if not self._room.evict(size):
+                raise
+            self._tree.publish(key, write, size, durable=durable)
 
     def _delete(self, keys: Sequence[StoreKey]) -> list[Status]:
         if self._config.read_only:
@@ -261,7 +258,7 @@ class SharedStorageConnector(RemoteStore):
                 return Status.MISS
         except OSError as error:
             return self._failed(error)
-        self._changed(-1, -size)
+        self._room.changed(-1, -size)
         return Status.DELETED
 
     def _headers(self, keys: Sequence[StoreKey]) -> list[Header | None]:
@@ -286,73 +283,6 @@ class SharedStorageConnector(RemoteStore):
 
     def _shut(self) -> None:
         self._parallel.close()
-
-    def _make_room(self, size: int) -> bool:
-        """Whether `size` more bytes fit, after removing others if that takes it. One thread at a time removes."""
-        if self._floor and self._tree.free_bytes() - size < self._floor:
-            with self._making_room:
-                short = self._floor + size - self._tree.free_bytes()
-                if short > 0:
-                    self._evict(short)
-                    if self._tree.free_bytes() - size < self._floor:
-                        return False
-        if self._capacity is None:
-            return True
-        if size > self._capacity:
-            return False
-        if self._used() + size <= self._capacity and self._written <= self._capacity * _LOOK_AGAIN:
-            return True
-        with self._making_room:
-            if self._written > self._capacity * _LOOK_AGAIN:
-                self._look()
-            # Files that appear while others are removed are counted twice until the next count, so one removal may
-            # seem not to have been enough. It is full only when nothing is left that may go.
-            while (over := self._used() + size - self._capacity) > 0:
-                if not self._evict(over + int(self._capacity * (1 - _LOW_WATER))):
-                    return False
-            return True
-
-    def _used(self) -> int:
-        self._look(only_first=True)
-        with self._lock:
-            assert self._seen is not None
-            return self._seen[1]
-
-    def _look(self, *, only_first: bool = False) -> None:
-        """Count what the tree holds."""
-        with self._lock:
-            if only_first and self._seen is not None:
-                return
-            self._written = 0
-        sizes = [found.num_bytes for found in self._tree.walk()]
-        with self._lock:
-            self._seen = [len(sizes), sum(sizes)]
-
-    def _changed(self, values: int, size: int) -> None:
-        with self._lock:
-            if self._seen is not None:
-                self._seen[0] += values
-                self._seen[1] += size
-
-    def _evict(self, size: int) -> int:
-        """Remove the longest unused values, `size` bytes of them if there are as many; the bytes removed."""
-        files = sorted(self._tree.walk(), key=lambda found: found.used)
-        left = [len(files), sum(found.num_bytes for found in files)]
-        removed = evicted = 0
-        for found in files:
-            if removed >= size:
-                break
-            if found.key in self._holds:
-                continue
-            # One that another engine has removed meanwhile makes room too, so that engines do not add up.
-            evicted += self._tree.remove(found.key)
-            removed += found.num_bytes
-            left = [left[0] - 1, left[1] - found.num_bytes]
-        with self._lock:
-            self._seen = left
-        with self._state:
-            self._counts.evicted += evicted
-        return removed
 
     def _failed(self, error: OSError) -> Status:
         self._fault(fault_kind(error))

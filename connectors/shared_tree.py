@@ -44,7 +44,8 @@ class Tree:
         self._top = root / _FORMAT
         self._quarantine = self._top / "quarantine"
         if not read_only:
-            make_private(self._quarantine)
+            for directory in (root, self._top, self._quarantine):
+                make_private(directory)
 
     def path(self, key: StoreKey) -> str:
         """Where a value lies."""
@@ -126,7 +127,7 @@ class Tree:
                     key = key_of(f"{directory.parent.name}{entry.name[:-3]}") if entry.name.endswith(".kv") else None
                     if key is not None:
                         with contextlib.suppress(FileNotFoundError):
-                            found = entry.stat()
+                            found = entry.stat(follow_symlinks=False)
                             yield Stored(key, found.st_size, found.st_mtime)
 
     def sweep(self, part_age_s: float, quarantine_age_s: float) -> int:

@@ -18,6 +18,9 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtide.offload.eviction import EvictionPolicy
 from kvtide.offload.keys import StoreKey
 from kvtide.offload.values import HEADER_BYTES
@@ -98,16 +101,21 @@ class Space:
     def __contains__(self, key: StoreKey) -> bool:
         return key in self._resident
 
-    def load(self, entries: Iterable[tuple[StoreKey, Place]]) -> None:
+    def load(self, keys: Sequence[StoreKey], entries: npt.NDArray[np.void]) -> None:
         """Take up the values of an index, whose slots are claimed, the longest unused first."""
-        by_number = self._segments.by_number
-        for segment in by_number.values():
-            segment.settle()
+        uses = np.zeros(len(entries), np.uint32)
+        for segment in self._segments.by_number.values():
             self._segments.load_uses(segment)
             self._class(segment.slot_bytes).segments.append(segment)
             self._used += _cost(segment)
-        for key, place in sorted(entries, key=lambda entry: by_number[entry[1].segment].uses[entry[1].slot]):
-            self._settle(key, place)
+            there = np.flatnonzero(entries["segment"] == segment.number)
+            uses[there] = np.frombuffer(segment.uses, np.uint32)[entries["slot"][there]]
+        order = np.argsort(uses, kind="stable")
+        for at, number in zip(order.tolist(), entries["segment"][order].tolist(), strict=True):
+            segment = self._segments.by_number[number]
+            self._resident[keys[at]] = segment
+            self._classes[segment.slot_bytes].policy.on_insert(keys[at], segment.slot_bytes)
+        self.num_bytes = HEADER_BYTES * len(keys) + int(entries["stored_bytes"].sum())
 
     def take(self, sizes: Sequence[int]) -> list[tuple[Segment, int] | None]:
         """A free slot, now taken, for each payload; None where there is no room and nothing that may go."""
@@ -123,8 +131,10 @@ class Space:
 
     def settle(self, key: StoreKey, place: Place) -> None:
         """A value is in the index now: it counts, and may go."""
-        self._settle(key, place)
         segment = self._segments.by_number[place.segment]
+        self._resident[key] = segment
+        self._classes[segment.slot_bytes].policy.on_insert(key, segment.slot_bytes)
+        self.num_bytes += HEADER_BYTES + place.stored_bytes
         segment.pending -= 1
         segment.use(place.slot, now())
 
@@ -180,12 +190,6 @@ class Space:
         if found is None:
             found = self._classes[size] = _Class(size, self._make_policy())
         return found
-
-    def _settle(self, key: StoreKey, place: Place) -> None:
-        segment = self._segments.by_number[place.segment]
-        self._resident[key] = segment
-        self._classes[segment.slot_bytes].policy.on_insert(key, segment.slot_bytes)
-        self.num_bytes += HEADER_BYTES + place.stored_bytes
 
     def _take(self, size_class: _Class, count: int) -> list[tuple[Segment, int]]:
         slots: list[tuple[Segment, int]] = []

@@ -70,7 +70,9 @@ def test_a_rope_twenty_times_the_latent_report_31() -> None:
         write_latent(latents, torch.arange(BLOCK), cache, latent_dim=LATENT, rope_dim=ROPE, k_scale=k_scale)
         found = reference.dequantise(cache[0], LatentFormat.FP8, LATENT, ROPE, k_scale)
         assert torch.isfinite(found).all()
-        assert ((found - latents).abs().max() > 1.5) == saturates
+        assert (
+            (found - latents).abs().max() > 16.1 * latents.abs().max() / 448
+        ) == saturates  # half of the widest step
     # Rope in a type of its own needs no such care.
     cache = poisoned(LatentFormat.FP8_DS)
     write_latent(latents, torch.arange(BLOCK), cache, latent_dim=LATENT, rope_dim=ROPE)
