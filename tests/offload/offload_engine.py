@@ -69,6 +69,7 @@ class Engine:
         staging_bytes: int = 1 << 20,
         deadline: float = 5.0,
         checks: bool = True,
+        ahead: bool = False,
         drop_last_block: bool = False,
         max_requests: int = 4,
         **options: Any,
@@ -97,6 +98,10 @@ class Engine:
             for table in range(group.fmt.tables):
                 self.places[group.number, table] = Place(group, table, rank * shares // size)
         self.checks = checks
+        self.ahead = ahead
+        self.lives: dict[int, int] = {}
+        self.pending: list[tuple[int, int, int]] | None = None
+        self.new: dict[int, int] = {}
         self.tokens: dict[int, list[int]] = {}
         self.history: dict[int, list[int]] = {}
         self.images: dict[int, tuple[int, list[Any]]] = {}
@@ -110,6 +115,7 @@ class Engine:
     def admit(self, name: str, tokens: list[int], **options: Any) -> int:
         row = self.offload.admit(name, tokens, **options).row
         self.names[row] = name
+        self.lives[row] = self.lives.get(row, 0) + 1
         salt = blake2b(options.get("salt", "").encode(), digest_size=8).digest()
         self.tokens[row], self.history[row] = [], [int.from_bytes(salt, "little")]
         self.images[row] = (options.get("image_tokens", 0), list(options.get("items", ())))
@@ -119,7 +125,12 @@ class Engine:
 
     def resume(self, row: int) -> None:
         self.offload.resume(row)
+        self.lives[row] += 1
         self.has_image.discard(row)
+        # What was sampled in a step that the row left before its commit is sampled again.
+        lost = len(self.tokens[row]) - self.manager.num_tokens(row)
+        if lost:
+            del self.tokens[row][-lost:], self.history[row][-lost:], self.texts[self.names[row]][-lost:]
 
     def learn(self, row: int, tokens: list[int]) -> None:
         for token in tokens:
@@ -151,9 +162,9 @@ class Engine:
         seed = blake2b(repr([(i.digest) for i in items]).encode() if items else self.names[row].encode(), digest_size=4)
         return np.arange(count, dtype=np.uint64) + np.uint64(int.from_bytes(seed.digest(), "little"))
 
-    def read(self, row: int) -> int:
-        """Attention of the next query over everything that it reaches, and the token that it samples."""
-        committed, outputs = int(self.manager.committed[row]), []
+    def read(self, row: int, committed: int) -> int:
+        """Attention of the query at `committed` over everything that it reaches, and the token that it samples."""
+        outputs = []
         for group in self.manager.groups:
             reach = group.fmt.group.spec.needed(np.array(committed + 1))
             positions = np.concatenate([np.arange(int(reach.sinks)), np.arange(int(reach.first), committed)])
@@ -178,32 +189,60 @@ class Engine:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def step(self, rows: list[int], most: int) -> bool:
-        """Compute up to `most` tokens of every row that is ready. True if it fitted."""
+        """Compute up to `most` tokens of every row that is ready. True if it fitted.
+
+        With `ahead` a step is committed only once the next one has been computed.
+        """
         rows = [row for row in rows if self.offload.ready(row)]
-        counts = [min(most, max(1, len(self.tokens[row]) - int(self.manager.committed[row]))) for row in rows]
+        known = [len(self.tokens[row]) - self.position(row) for row in rows]
+        counts = [min(most, max(1, count)) for count in known]
         if not rows:
-            return True
+            return self.commit()
         try:
             plan = self.manager.reserve(rows, counts)
         except Exhausted:
-            return False
+            return self.commit() if self.pending else False
+        self.copy_blocks(plan.copies)
+        new: dict[int, int] = {}
+        for row, start, count in zip(rows, plan.start.tolist(), counts, strict=True):
+            self.write_image(row)
+            sampled = self.read(row, start)
+            if start + count > len(self.tokens[row]):
+                self.learn(row, [sampled])
+                new[row] = sampled
+                self.texts.setdefault(self.names[row], []).append(sampled)
+            self.compute(row, start, count)
+        previous = self.pending
+        self.pending = [(row, self.lives[row], count) for row, count in zip(rows, counts, strict=True)]
+        previous_new, self.new = self.new, new
+        if previous is not None:
+            self.commit_step(previous, previous_new)
+        return True if self.ahead else self.commit()
+
+    def position(self, row: int) -> int:
+        return int(self.manager.committed[row]) + int(self.manager.in_flight[row])
+
+    def commit(self) -> bool:
+        """Commit the step that is in flight, if there is one."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            self.commit_step(pending, self.new)
+            self.new = {}
+        return True
+
+    def commit_step(self, members: list[tuple[int, int, int]], new: dict[int, int]) -> None:
+        running = self.manager.running_rows
+        alive = [(row, count) for row, life, count in members if self.lives.get(row) == life and row in running]
+        rows = [row for row, _ in alive]
+        self.offload.commit(rows, [count for _, count in alive], [new[row] for row in rows if row in new])
+        self.poison()
+
+    def copy_blocks(self, copies: Any) -> None:
         unit = self.manager.geometry.unit
-        for copy in plan.copies:
+        for copy in copies:
             size = self.manager.group(copy.group).fmt.block_bytes
             for source, destination in zip(copy.source.tolist(), copy.destination.tolist(), strict=True):
                 self.arena[destination * unit :][:size] = self.arena[source * unit :][:size]
-        new: list[int] = []
-        for row, start, count in zip(rows, plan.start.tolist(), counts, strict=True):
-            self.write_image(row)
-            sampled = self.read(row)
-            if start + count > len(self.tokens[row]):
-                self.learn(row, [sampled])
-                new.append(sampled)
-                self.texts.setdefault(self.names[row], []).append(sampled)
-            self.compute(row, start, count)
-        self.offload.commit(rows, counts, new)
-        self.poison()
-        return True
 
     def write_image(self, row: int) -> None:
         if row in self.has_image:
@@ -228,12 +267,9 @@ class Engine:
     def checkpoint(self, row: int) -> None:
         """Keep the row's states if it stands where that is possible."""
         committed = int(self.manager.committed[row])
-        if committed and committed % self.manager.base == 0 and self.offload.ready(row):
-            unit = self.manager.geometry.unit
-            for copy in self.offload.checkpoint(row):
-                size = self.manager.group(copy.group).fmt.block_bytes
-                for source, destination in zip(copy.source.tolist(), copy.destination.tolist(), strict=True):
-                    self.arena[destination * unit :][:size] = self.arena[source * unit :][:size]
+        at_rest = self.offload.ready(row) and not self.manager.in_flight[row]
+        if at_rest and committed and committed % self.manager.base == 0:
+            self.copy_blocks(self.offload.checkpoint(row))
 
     def poison(self) -> None:
         """Overwrite every block that nothing holds and no key stands for."""
@@ -261,8 +297,8 @@ class Engine:
         return int(self.manager.committed[row])
 
     def run(self, row: int, upto: int, most: int = 64, *, checkpoints: bool = True) -> None:
-        while int(self.manager.committed[row]) < upto:
-            assert self.step([row], min(most, upto - int(self.manager.committed[row])))
+        while self.position(row) < upto:
+            assert self.step([row], min(most, upto - self.position(row)))
             if checkpoints and self.has_states:
                 self.checkpoint(row)
             self.offload.poll()
@@ -273,6 +309,7 @@ class Engine:
 
     def flush(self) -> None:
         """Wait until nothing is on its way."""
+        self.commit()
         expires = time.monotonic() + 10
         while self.offload.stats().held_bytes or not self.transfers.drain(0.01):
             self.offload.poll()
@@ -281,6 +318,7 @@ class Engine:
 
     def close(self) -> None:
         """End it in order; nothing may be left behind."""
+        self.commit()
         assert self.offload.close(10)
         stats = self.offload.stats()
         assert (stats.held_bytes, stats.rows_on_their_way) == (0, 0)

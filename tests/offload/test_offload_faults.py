@@ -79,6 +79,8 @@ class Traffic:
         if self.running and not self.engine.step(self.running, self.rng.choice([1, 16, 30, 64])):
             self.preempt()
         if self.engine.has_states:
+            if self.rng.random() < 0.5:
+                self.engine.commit()
             for row in self.running:
                 self.engine.checkpoint(row)
 
@@ -131,6 +133,7 @@ def test_random_traffic_with_faults(layout, seed):
         staging_bytes=rng.choice([1 << 20, 100_000]),
         deadline=0.2,
         drop_last_block=seed == 2,
+        ahead=seed > 0,
         store_policy=StorePolicy() if seed == 0 else policy(rng),
         max_held_bytes=rng.choice([None, 20_000]),
     )
@@ -254,6 +257,7 @@ class OffloadMachine(RuleBasedStateMachine):
         max_held_bytes=st.sampled_from([None, 0, 20_000]),
         drop_last_block=st.sampled_from([False, False, True]),
         plain=st.booleans(),
+        ahead=st.booleans(),
         late=st.booleans(),
     )
     def begin(self, layout: str, seed: int, plain: bool, late: bool, **options) -> None:
@@ -279,6 +283,21 @@ class OffloadMachine(RuleBasedStateMachine):
     @rule()
     def resume(self) -> None:
         self.traffic.resume()
+
+    @precondition(lambda self: self.traffic.running)
+    @rule(rate=st.sampled_from([0, 0, 0.05]))
+    def swap(self, rate: float) -> None:
+        """A row goes and comes back while the device forgets everything and the store mostly works."""
+        self.traffic.calm()
+        for _ in range(4):
+            self.traffic.step()
+        if self.traffic.running:
+            self.traffic.preempt()
+            self.engine.flush()
+            self.engine.manager.reset_cache()
+            self.store.rate = rate
+            self.traffic.resume()
+            self.engine.settle(self.traffic.running[-1])
 
     @precondition(lambda self: self.traffic.running or self.traffic.waiting)
     @rule()
@@ -329,7 +348,7 @@ def test_any_order_of_operations():
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert Machine.loads > 0
+    assert Machine.loads > 100
 
 
 def test_a_reader_that_is_lied_to_would_be_seen():
