@@ -7,7 +7,7 @@ leaves behind, events let a router follow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from .groups import ManagedGroup
 from .hashing import KeyChain
 from .hits import Hit, find_hit
 from .pool import CLASS_NORMAL, CLASS_SCRAP, PagePool
-from .prefix_index import PrefixIndex
+from .prefix_index import EMPTY, PrefixIndex
 from .quotas import Quotas
 from .sequences import FreshKeys, Sequences
 
@@ -57,6 +57,9 @@ class PrefixCache:
         self._draft_groups = [group.number for group in groups if group.draft_only]
         self._pins: dict[int, tuple[Int64Array, str]] = {}
         self._next_pin = 0
+        # Blocks that transfers read: ids, eviction classes and salt.
+        self._holds: dict[int, tuple[Int64Array, npt.NDArray[np.uint8], str]] = {}
+        self._next_hold = 0
 
     def find(self, chain: KeyChain, max_tokens: int) -> Hit:
         """The longest hit of at most `max_tokens` under these keys; its blocks are referenced at once."""
@@ -70,13 +73,18 @@ class PrefixCache:
 
     # -- blocks come and go -------------------------------------------------------------------------------------------
 
-    def register(self, fresh: FreshKeys) -> None:
-        """Put the rows' blocks under keys that have become whole. A key that has its blocks already keeps them."""
+    def register(self, fresh: FreshKeys, *, without: Int64Array | None = None) -> None:
+        """Put the rows' blocks under keys that have become whole. A key that has its blocks already keeps them.
+
+        `without` are blocks that hold nothing to be cached.
+        """
         nodes = self.index.nodes_for(fresh.keys)
         for group in self._groups:
             if group.is_state or group.is_cross:
                 continue
             which, cells = group.cells_of_keys(fresh.rows, fresh.numbers)
+            if without is not None and len(without):
+                cells = np.where(np.isin(cells, without), EMPTY, cells)
             put = self.index.insert(group.number, nodes[which], cells)
             self._pool.set_cached(put)
             self._announce(group, fresh, nodes, put)
@@ -90,7 +98,10 @@ class PrefixCache:
         return all((self.index.cells(group.number, node) >= 0).all() for group in states)
 
     def register_states(
-        self, states: Sequence[ManagedGroup], taken: Sequence[Int64Array], fresh: FreshKeys
+        self,
+        states: Sequence[ManagedGroup],
+        taken: Sequence[Int64Array] | Mapping[int, Int64Array],
+        fresh: FreshKeys,
     ) -> list[ManagedGroup]:
         """Put checkpoint blocks `taken[group]` under one key; returns the groups that had none there."""
         nodes = self.index.nodes_for(fresh.keys)
@@ -180,6 +191,27 @@ class PrefixCache:
     def pinned_blocks(self) -> Int64Array:
         """Ids of the blocks that pins hold; a block occurs once per pin."""
         return np.concatenate([np.empty(0, dtype=np.int64), *(ids for ids, _ in self._pins.values())])
+
+    def hold(self, ids: Int64Array, classes: npt.NDArray[np.uint8], salt: str) -> int:
+        """Keep blocks from being reused until `unhold`; they then count as released by a request of that class."""
+        self._pool.acquire(ids)
+        self._next_hold += 1
+        self._holds[self._next_hold] = (ids, classes, salt)
+        return self._next_hold
+
+    def unhold(self, number: int) -> None:
+        """End a hold."""
+        if number not in self._holds:
+            raise KvtideError(f"hold {number} has ended already")
+        self.release(*self._holds.pop(number))
+
+    def held_blocks(self) -> Int64Array:
+        """Ids of the blocks in holds; a block occurs once per hold."""
+        return np.concatenate([np.empty(0, dtype=np.int64), *(ids for ids, _, _ in self._holds.values())])
+
+    def forget(self, ids: Int64Array) -> None:
+        """Forget those of the blocks that are cached and that nothing holds."""
+        self._drop(ids[self._pool.cached[ids] & (self._pool.refs[ids] == 0)])
 
     def reset(self) -> None:
         """Forget every cached block that nothing holds."""

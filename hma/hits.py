@@ -76,7 +76,7 @@ def find_hit(
         return Hit(0, {}, tuple(group.name for group in cacheable))
     lengths = np.arange(1, len(nodes) + 1) * base
     ids = {group.number: _ids_by_block(group, index, nodes) for group in cacheable}
-    serves = {group.number: _servable(group, ids[group.number], lengths) for group in cacheable}
+    serves = {group.number: servable(group, ids[group.number], lengths) for group in cacheable}
     common = np.logical_and.reduce(list(serves.values()))
     agreed = np.flatnonzero(common)
     if drop_last:
@@ -100,7 +100,8 @@ def _ids_by_block(group: ManagedGroup, index: PrefixIndex, nodes: Int64Array) ->
     return cells.reshape(-1, group.fmt.tables)
 
 
-def _servable(group: ManagedGroup, ids: Int64Array, lengths: Int64Array) -> npt.NDArray[np.bool_]:
+def servable(group: ManagedGroup, ids: Int64Array, lengths: Int64Array) -> npt.NDArray[np.bool_]:
+    """Which of the lengths, one per key, a group can serve; `ids` `[blocks, tables]` are -1 for what is not there."""
     if group.is_state:
         present: npt.NDArray[np.bool_] = np.logical_and.reduce(ids >= 0, axis=1)
         return present

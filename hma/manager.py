@@ -14,6 +14,7 @@ transfers and other threads hand in their results at a step boundary.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ from .drafts import DraftAccounting
 from .events import KvEvent
 from .groups import ManagedGroup, base_block, make_groups
 from .hashing import Item, KeyChain, as_token_bytes, namespace
-from .loads import LoadRun, take_load
+from .loads import Load, LoadRun, Refused, cached_blocks, own_blocks, take_load
 from .pool import CLASS_NORMAL, CLASS_SCRAP, PagePool
 from .sequences import FreshKeys, Sequences
 from .steps import MAX_DRAFTS, Parting, Step, StepQueue, whole_numbers
@@ -133,6 +134,7 @@ class HybridMemoryManager:
         self.max_step_tokens = max_step_tokens
         self.max_steps_in_flight = max_steps_in_flight
         self.lookahead = lookahead
+        self.drop_last_block = drop_last_block
         self.drafts = DraftAccounting(MAX_DRAFTS)
         self.base = base_block(geometry)
         self.pool = PagePool(geometry, num_pages, lambda ids: self._cache.evicted(ids))
@@ -161,7 +163,6 @@ class HybridMemoryManager:
             events=events,
         )
         self._states = [group for group in self.groups if group.is_state]
-        self._unknown_images = 0
         self._row_of: dict[str, int] = {}
         self._request_of: list[str | None] = [None] * max_requests
         self._salt: list[str] = [""] * max_requests
@@ -171,11 +172,7 @@ class HybridMemoryManager:
         # Tokens that the blocks of every group have room for; a row that stays within needs nothing.
         self._covered = np.zeros(max_requests, dtype=np.int64)
         self._changed = np.zeros((len(self.groups), max_requests), dtype=np.bool_)
-        # Rows whose blocks are being loaded, and the length that the load will bring them to.
-        self._loading: dict[int, int] = {}
-        # Blocks that transfers read, by hold: ids, and the row's eviction class and salt.
-        self._holds: dict[int, Parting] = {}
-        self._next_hold = 0
+        self._loading: dict[int, Load] = {}
         # Checkpoints that a row's states are restored from, by row and group; they stay referenced until the commit.
         self._checkpoints: dict[int, dict[int, Int64Array]] = {}
 
@@ -220,8 +217,8 @@ class HybridMemoryManager:
         parts = [salt, adapter]
         if image_tokens and not items and any(group.is_cross for group in self.groups):
             # The text's keys and values depend on the images. Without a digest of them nothing may be shared.
-            parts.append(f"unknown images {self._unknown_images}")
-            self._unknown_images += 1
+            # Random, since keys may outlive the process in a store that others share.
+            parts.append(f"unknown images {secrets.token_hex(16)}")
         space = namespace(self._space, *parts)
         row = self._free_rows.pop()
         self._sequences.start(row, space, tokens, sorted(items), hashed=self._cache.enabled)
@@ -260,9 +257,8 @@ class HybridMemoryManager:
         self.release(self.row_of(request_id))
 
     def _start(self, row: int) -> Admission:
-        known, prompt = int(self._sequences.known[row]), int(self._sequences.prompt[row])
         # The token after the known ones has been sampled once decoding has begun; before that the last one is computed.
-        hit = self._cache.find(self._sequences.chain(row), known if known > prompt else known - 1)
+        hit = self._cache.find(self._sequences.chain(row), self.most_cached(row))
         for group in self.groups:
             part = hit.blocks.get(group.number)
             if part is None:
@@ -287,10 +283,11 @@ class HybridMemoryManager:
             ends = (logical + 1) * (group.fmt.block_size or self.max_model_len)
             positions.append(np.repeat(ends, group.fmt.tables))
             blocks.append(ids.T.ravel())
-        for ids in self._checkpoints.pop(row, {}).values():
-            positions.append(np.zeros(len(ids), dtype=np.int64))
-            blocks.append(ids)
-        self._loading.pop(row, None)
+        loading = self._loading.pop(row, None)
+        for states in (self._checkpoints.pop(row, {}), {} if loading is None else loading.states):
+            for ids in states.values():
+                positions.append(np.zeros(len(ids), dtype=np.int64))
+                blocks.append(ids)
         held = np.concatenate(blocks)
         held = held[np.argsort(-np.concatenate(positions), kind="stable")]
         self.committed[row] = self._sequences.registered[row] = 0
@@ -429,101 +426,133 @@ class HybridMemoryManager:
         """Chain keys of the row's base blocks `first` to `end - 1`; each covers the tokens up to its block's end."""
         return self._sequences.chain(row).between(first, end)
 
+    @property
     def load_step(self) -> int:
         """Loads end at multiples of this many tokens: where a block of every group ends."""
-        return math.lcm(self.base, *(group.fmt.block_size for group in self.groups if group.fmt.block_size))
+        sizes = [group.fmt.block_size for group in self.groups if not (group.is_state or group.is_cross)]
+        return math.lcm(self.base, *sizes)
+
+    def most_cached(self, row: int) -> int:
+        """The most tokens of a row that may come from a cache: all it has, or, of a prompt, all but the last."""
+        known, prompt = int(self._sequences.known[row]), int(self._sequences.prompt[row])
+        return known if known > prompt else known - 1
 
     def reserve_load(self, row: int, num_tokens: int) -> list[LoadRun]:
         """Take the blocks that a row needs to go on from `num_tokens` tokens, which are loaded instead of computed.
 
-        Returns the blocks to fill. Until `settle_load` or `cancel_load` the row cannot be reserved for; preempting or
-        releasing it cancels the load as well. Blocks that are out of reach at the new length are let go at once.
-        `Exhausted` when the blocks do not fit: then nothing has changed.
+        Returns the blocks to fill; what the device has is not among them. Until `settle_load` or `cancel_load` the row
+        cannot be reserved for; preempting or releasing it cancels the load as well. Blocks that are out of reach at the
+        new length are let go at once. `Exhausted` when the blocks do not fit: then nothing has changed.
         """
         self._check_running(row)
-        committed, known = int(self.committed[row]), int(self._sequences.known[row])
-        most = known if known > self._sequences.prompt[row] else known - 1
+        if not self._cache.enabled:
+            raise KvtideError("loads need prefix caching: keys say what is loaded")
+        committed, most = int(self.committed[row]), self.most_cached(row)
         if row in self._loading or self._steps.in_flight[row]:
             raise KvtideError(f"row {row} is being loaded, or has tokens in flight; a load starts from a row at rest")
-        if num_tokens % self.load_step() or not committed < num_tokens <= most:
+        if num_tokens % self.load_step or not committed < num_tokens <= most:
             raise KvtideError(
-                f"a load of row {row} must end at a multiple of {self.load_step()} tokens above {committed} and up to "
+                f"a load of row {row} must end at a multiple of {self.load_step} tokens above {committed} and up to "
                 f"{most}, not at {num_tokens}"
             )
-        if any(group.is_cross for group in self.groups):
-            raise KvtideError("blocks of cross attention cannot be loaded: the text does not determine them")
-        taken = take_load(self.groups, self.pool, row, num_tokens, self.lookahead)
-        if not isinstance(taken, tuple):
-            raise self._exhausted(taken)
-        runs, dropped = taken
+        chain = self._sequences.chain(row)
+        taken = take_load(
+            self.groups, self.pool, self._cache.index, chain, row=row, committed=committed, num_tokens=num_tokens
+        )
+        if isinstance(taken, Refused):
+            raise self._exhausted(taken.needs, taken.shared)
+        load, dropped = taken
         if len(dropped):
             self._cache.release(dropped, np.full(len(dropped), CLASS_SCRAP), self._salt[row])
-        self._loading[row] = num_tokens
+        self._loading[row] = load
         self._covered[row] = 0
         self._changed[:, row] = True
-        return runs
+        return load.runs
 
-    def settle_load(self, row: int, num_tokens: int) -> None:
-        """A row's load has ended: its first `num_tokens` tokens are there.
+    def settle_load(self, row: int, failed: Mapping[str, npt.ArrayLike] | None = None) -> Admission:
+        """A row's load has ended: what arrived is cached under its keys, and the row goes on from the load's length.
 
-        All of the load, or, in a layout whose groups all keep everything, any whole number of base blocks of it.
+        `failed` names per group the logical blocks that did not arrive. If there are any, the row starts again from
+        the longest prefix that the device can serve now.
         """
-        target = self._loading.get(row)
-        whole = not self._states and not any(group.is_bounded for group in self.groups)
-        partial = whole and target is not None and self.committed[row] <= num_tokens < target
-        if target is None or (num_tokens != target and not (partial and num_tokens % self.base == 0)):
-            raise KvtideError(f"row {row} loads up to {target} tokens; {num_tokens} cannot be what it has got")
+        load = self._load_of(row)
+        missing = self._missing(load, failed or {})
         del self._loading[row]
-        for ids in self._checkpoints.pop(row, {}).values():
-            self._cache.release(ids, np.full(len(ids), self._class[row]), self._salt[row])
-        self.committed[row] = num_tokens
+        self.committed[row] = load.num_tokens
         rows = np.array([row])
         if fresh := self._sequences.register(rows, self.committed[rows]):
-            self._cache.register(fresh)
+            self._cache.register(fresh, without=missing)
+        arrived = [group for group in self._states if not np.isin(load.states[group.number], missing).any()]
+        if arrived:
+            number = load.num_tokens // self.base - 1
+            key = FreshKeys(rows, np.array([number]), self._sequences.chain(row).between(number, number + 1))
+            self._cache.register_states(arrived, load.states, key)
+        replaced = self._checkpoints.pop(row, {})
+        if load.states:
+            self._checkpoints[row] = load.states
+        for ids in replaced.values():
+            self._cache.release(ids, np.full(len(ids), self._class[row]), self._salt[row])
+        if not len(missing):
+            return Admission(row, load.num_tokens, ())
+        self._leave(row)
+        return self._start(row)
 
     def cancel_load(self, row: int) -> Admission:
-        """A row's load has failed: give its blocks back and start again from what the device has."""
-        if row not in self._loading:
-            raise KvtideError(f"row {row} is not being loaded")
+        """A row's load is given up: its blocks go back, and the row starts again from what the device has."""
+        self._load_of(row)
+        self._leave(row)
+        return self._start(row)
+
+    def look_again(self, row: int) -> Admission:
+        """Start a row at rest, that has computed nothing yet, again from what the device has by now."""
+        self._check_running(row)
+        if row in self._loading or self._steps.in_flight[row]:
+            raise KvtideError(f"row {row} is being loaded, or has tokens in flight; only a row at rest can look again")
         self._leave(row)
         return self._start(row)
 
     def blocks_of(self, row: int, group: str, logical: Int64Array) -> npt.NDArray[np.int32]:
-        """Entries `[tables, n]` of logical blocks of a row: those it holds, else what the cache has for its tokens.
+        """Entries `[tables, n]` of whole logical blocks of a row: those it holds, else those the cache has of them.
 
-        -1 where there is neither. The tokens of the blocks must be known, and the group be no state.
+        -1 where there is neither. The tokens of the blocks must be known. Of a state: checkpoints, by the number of
+        the base block at whose end they stand.
         """
         managed = self.group(group)
-        held, entries = managed.table.held(row)
-        found = np.full((managed.fmt.tables, len(logical)), NO_BLOCK, dtype=np.int32)
-        at = np.searchsorted(held, logical)
-        mine = at < len(held)
-        mine[mine] = held[at[mine]] == logical[mine]
-        found[:, mine] = entries[:, at[mine]]
-        if not self._cache.enabled or not (rest := np.flatnonzero(found[0] == NO_BLOCK)).size:
-            return found
-        ends = (logical[rest] + 1) * managed.fmt.block_size
-        chain = self._sequences.chain(row)
-        nodes = self._cache.index.find([chain.between(n - 1, n)[0] for n in (-(-ends // self.base)).tolist()])
-        cells = self._cache.index.cells(managed.number, nodes).reshape(len(rest), -1, managed.fmt.tables)
-        ids = cells[np.arange(len(rest)), logical[rest] % managed.blocks_per_key].T
-        found[:, rest] = np.where(ids >= 0, managed.table.to_entries(np.maximum(ids, 0)), NO_BLOCK)
-        return found
+        if managed.is_cross:
+            raise KvtideError(f"blocks of group {group} have no keys: text does not determine them")
+        ids = own_blocks(managed, row, int(self.committed[row]), logical)
+        if self._cache.enabled and len(rest := np.flatnonzero(ids[0] < 0)):
+            ids[:, rest] = cached_blocks(managed, self._cache.index, self._sequences.chain(row), logical[rest])
+        return np.where(ids >= 0, managed.table.to_entries(np.maximum(ids, 0)), np.int32(NO_BLOCK))
 
     def hold(self, row: int, group: str, entries: npt.NDArray[np.int32]) -> int:
-        """Keep blocks that a row holds from being reused, while something reads them; `unhold` ends it."""
+        """Keep blocks that a row holds, or the cache has, from being reused while something reads them."""
         self._check_running(row)
         ids = self.group(group).table.to_ids(entries).ravel()
-        self.pool.acquire(ids)
-        self._next_hold += 1
-        self._holds[self._next_hold] = Parting(ids, np.full(len(ids), self._class[row]), self._salt[row])
-        return self._next_hold
+        return self._cache.hold(ids, np.full(len(ids), self._class[row]), self._salt[row])
 
     def unhold(self, hold: int) -> None:
         """End a hold."""
-        if hold not in self._holds:
-            raise KvtideError(f"hold {hold} has ended already")
-        self._cache.release(*self._holds.pop(hold))
+        self._cache.unhold(hold)
+
+    def forget(self, group: str, entries: npt.NDArray[np.int32]) -> None:
+        """Forget those of a group's blocks that are cached and that nothing holds: they are free at once."""
+        self._cache.forget(self.group(group).table.to_ids(entries).ravel())
+
+    def _load_of(self, row: int) -> Load:
+        if row not in self._loading:
+            raise KvtideError(f"row {row} is not being loaded")
+        return self._loading[row]
+
+    def _missing(self, load: Load, failed: Mapping[str, npt.ArrayLike]) -> Int64Array:
+        """Ids of the blocks that a load did not bring."""
+        ids = [np.empty(0, dtype=np.int64)]
+        for name, logical in failed.items():
+            group, number = self.group(name), whole_numbers("failed", logical)
+            for run in load.runs:
+                if run.group == name:
+                    ids.append(group.table.to_ids(run.entries[:, np.isin(run.logical, number)]).ravel())
+        return np.concatenate(ids)
 
     # -- inside a step ------------------------------------------------------------------------------------------------
 
@@ -613,13 +642,13 @@ class HybridMemoryManager:
             group.table.swap_to_front(rows[chosen], accepted[chosen] - 1)
             self._changed[group.number, rows[chosen]] = True
 
-    def _exhausted(self, needs: Sequence[int]) -> Exhausted:
+    def _exhausted(self, needs: Sequence[int], shared: Int64Array | None = None) -> Exhausted:
         shortfall = {
             group.name: short
             for group, need in zip(self.groups, needs, strict=True)
             if (short := need - self.pool.spare_blocks(group.number)) > 0
         }
-        pages = self.pool.pages_short(needs)
+        pages = self.pool.pages_short(needs, shared)
         wanted = ", ".join(f"{count} blocks of {name}" for name, count in shortfall.items())
         return Exhausted(f"{wanted} need {pages} more pages than can be had", shortfall, pages, self._would_free)
 
@@ -698,6 +727,10 @@ class HybridMemoryManager:
         """Tokens of a row's prompt."""
         return int(self._sequences.prompt[row])
 
+    def junction(self, row: int) -> int:
+        """Where a row's prompt parted from what the device had: the tokens that groups which keep all could serve."""
+        return int(self._junction[row])
+
     def salt(self, row: int) -> str:
         """The salt of a row's request."""
         return self._salt[row]
@@ -718,11 +751,13 @@ class HybridMemoryManager:
         """All invariants, recomputed from scratch; `AssertionError` on the first that does not hold. For tests."""
         self.pool.check()
         self._cache.index.check(np.flatnonzero(self.pool.cached))
-        holders = [self._steps.held(), self.pinned_blocks(), *(parting.ids for parting in self._holds.values())]
+        holders = [self._steps.held(), self.pinned_blocks(), self._cache.held_blocks()]
+        holders += [ids for load in self._loading.values() for ids in load.states.values()]
         holders += [ids for checkpoints in self._checkpoints.values() for ids in checkpoints.values()]
         for row in self.running_rows.tolist():
             for group in self.groups:
-                length = self._loading.get(row, int(self.committed[row]))
+                loading = self._loading.get(row)
+                length = int(self.committed[row]) if loading is None else loading.num_tokens
                 group.check(row, length, self.pool.owner, self.pool.stride)
                 holders.append(group.table.ids_of(row).ravel())
         expected = np.bincount(np.concatenate(holders), minlength=len(self.pool.refs))

@@ -90,14 +90,28 @@ class PagePool:
         """Blocks that a group can have without another page: everything unreferenced in its active pages."""
         return self.active_pages[group] * self.per_page[group] - self.referenced[group]
 
-    def pages_short(self, needs: Sequence[int]) -> int:
-        """Pages missing to take `needs[group]` blocks of every group at once; 0 or less when they all fit."""
+    def pages_short(self, needs: Sequence[int], shared: Int64Array | None = None) -> int:
+        """Pages missing to take `needs[group]` blocks of every group at once; 0 or less when they all fit.
+
+        `shared` are cached blocks that will be acquired first.
+        """
+        spare = [self.spare_blocks(group) for group in range(len(needs))]
+        reclaimable = self.reclaimable_pages
+        if shared is not None and len(idle := shared[self.refs[shared] == 0]):
+            # Their pages become active, and what else lies in those can be had by their own group alone.
+            for group, count in self._by_group(idle // self.stride):
+                spare[group] -= count
+            woken = np.unique(idle // self.stride)
+            woken = woken[self.page_refs[woken] == 0]
+            reclaimable -= len(woken)
+            for group, count in self._by_group(woken):
+                spare[group] += count * self.per_page[group]
         pages = 0
         for group, need in enumerate(needs):
-            beyond = need - self.spare_blocks(group)
+            beyond = need - spare[group]
             if beyond > 0:
                 pages += -(-beyond // self.per_page[group])
-        return pages - self.reclaimable_pages
+        return pages - reclaimable
 
     def take(self, needs: Sequence[int]) -> list[Int64Array]:
         """Reference `needs[group]` blocks of every group. The caller has checked `pages_short(needs)`."""

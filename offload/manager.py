@@ -1,59 +1,93 @@
 """`OffloadManager`: a `HybridMemoryManager` whose prefixes go on in a store.
 
     admit, resume ─► look-up ─► reserve_load ─► load ─► settle ─► the row is ready
-                        └─ nothing worth it, no room, a fault ─────────┘ (what did not arrive is computed)
-    commit ─► blocks that became whole ─► held ─► put            preempt, release ─► the last windows too
+         │              └─ nothing worth it, no room, a fault ─────────┘ (what did not arrive is computed)
+         └─ another row is loading the same ─► look again when it is done
+    commit, checkpoint, preempt, release ─► what the policy says is stored (`storing`)
 
 An engine calls it in place of the manager for these, reserves only for rows that are `ready`, and calls `poll` at every
-step boundary. A load takes, per group, only what a row of that length holds: every block of full attention, the last
-blocks of a window. A hit is the longest length that all groups can serve, from device and store together. Nothing here
-waits for the store, and no fault of it does more than leave tokens to be computed.
+step boundary. A load takes, per group, only what a row of that length holds and the device lacks: every block of full
+attention, the last blocks of a window, one checkpoint of a state. A hit is the longest length that all groups can
+serve, from device and store together. Nothing here waits for the store, and no fault of it does more than leave tokens
+to be computed. Not thread-safe: the manager's thread calls it.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.hma import Admission, HybridMemoryManager
-from kvtide.hma.groups import ManagedGroup
+from kvtide.hma import Admission, Copy, HybridMemoryManager
 from kvtide.hma.loads import LoadRun, needed_blocks
 from kvtide.kvcache import ConfigError, Exhausted, ModelLayout
-from kvtide.kvcache.specs import Int64Array
 
-from .keys import REPLICATED, HeadPart, StoreKey, ValueSpace, store_key
-from .policies import LoadPolicy, StorePolicy
+from .plan import BlockPlan, Found, Question
+from .policies import Event, LoadPolicy, StorePolicy
 from .requests import LeaseOperation
+from .staging import staging_bytes
 from .store import Status
+from .storing import Storing
 from .transfers import Transfer, Transfers, Value
 
 # Blocks that puts hold at a time, as a share of the pool: offload must never keep the engine from allocating.
 MAX_HELD_SHARE = 0.1
+# After a load that failed in part the store is asked once more: what it has left may serve a shorter length.
+ATTEMPTS = 2
 
 
-@dataclass
+@dataclass(eq=False)
 class _Load:
-    """A row on its way: first its look-up, then its transfer up to `num_tokens`."""
+    """A row on its way: it waits for another row, then for its look-up, then for its values.
 
-    look_up: LeaseOperation | None
-    keys: list[tuple[ManagedGroup, int, int]]  # group, table, logical block of every key looked up
-    transfer: Transfer | None = None
-    num_tokens: int = 0
-    values: list[tuple[ManagedGroup, int]] | None = None  # group and logical block of every value
+    `num_sent` of the values have been asked for, in `transfers`; `groups` and `blocks` say where each belongs.
+    """
+
+    attempt: int
+    first_key: bytes
+    waits_for: _Load | None = None
+    question: Question | None = None
+    look_up: LeaseOperation | None = None
+    junction: int = 0
+    is_loading: bool = False
+    runs: list[LoadRun] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    num_sent: int = 0
+    progressed: float = 0.0
+
+
+class OffloadStats(NamedTuple):
+    """Now and since the start.
+
+    `tokens` of requests by where they were hit: `device`, `store`. `bytes_by_kind`: by `(device, store or stored, layer
+    kind)`, what hits took over from each and what was given to puts. `counts`: what was dropped, given up or failed, by
+    name. Rows that are looked up or loaded, bytes held for puts, and free staging bytes are of now.
+    """
+
+    tokens: dict[str, int]
+    bytes_by_kind: dict[tuple[str, str], int]
+    counts: dict[str, int]
+    rows_on_their_way: int
+    held_bytes: int
+    staging_bytes_free: int
 
 
 class OffloadManager:
     """Offload for one rank.
 
     `model` and `revision` name the weights. `full_layout` is the layout of all ranks where `manager`'s is one rank's
-    share (`ModelLayout.shard`); groups that sharding leaves alone are stored once, by rank 0. Ranks agree on keys if
-    their managers have the same `key_space`. `stores`, `loads`: the engine's role. `counts` has tokens by where they
-    came from (`tokens_device`, `tokens_store`) and what went otherwise, by name.
+    share (`ModelLayout.shard`); ranks agree on keys if their managers have the same `key_space` and block sizes.
+    Groups that several ranks hold alike are stored by the first of them. `read_tp_sizes` names larger TP sizes whose
+    values are read as well. `stores`, `loads`: the engine's role. `max_held_bytes` of the pool may be held for puts, a
+    tenth of it if None.
     """
 
     def __init__(
@@ -66,58 +100,60 @@ class OffloadManager:
         full_layout: ModelLayout | None = None,
         tp_rank: int = 0,
         tp_size: int = 1,
+        read_tp_sizes: Sequence[int] = (),
         store_policy: StorePolicy | None = None,
         load_policy: LoadPolicy | None = None,
         stores: bool = True,
         loads: bool = True,
+        max_held_bytes: int | None = None,
     ) -> None:
-        if not 0 <= tp_rank < tp_size:
-            raise ConfigError(f"tp_rank {tp_rank} must be from 0 to {tp_size - 1}")
         if not manager.prefix_caching:
             raise ConfigError("offload needs a manager with prefix caching: keys say what is stored")
         self.manager = manager
         self.transfers = transfers
-        self.counts: Counter[str] = Counter()
-        self._step = manager.load_step()
-        self._store_policy = store_policy or StorePolicy()
-        self._load_policy = load_policy or LoadPolicy()
-        # Cross attention depends on images, states on the engine's checkpoints: such layouts stay on the device.
-        offloadable = not any(group.is_state or group.is_cross for group in manager.groups)
-        self._loads = loads and offloadable
-        full = {layer.index: layer.spec for layer in (full_layout or manager.geometry.layout).layers}
-        self._spaces: dict[tuple[int, int, int], bytes] = {}
-        self._stored_groups: list[ManagedGroup] = []
-        for group in manager.groups if offloadable else ():
-            spec = full[group.fmt.group.layers[0]]
-            replicated = spec == group.fmt.group.spec
-            if stores and (tp_rank == 0 or not replicated):
-                self._stored_groups.append(group)
-            per_table = group.fmt.layers_per_block
-            for table in range(group.fmt.tables):
-                for part in range(group.blocks_per_key):
-                    self._spaces[group.number, table, part] = ValueSpace(
-                        model=model,
-                        revision=revision,
-                        # Where several blocks share a key, each is a part of what the key stands for.
-                        layer_spec=f"{spec!r} part {part} of {group.blocks_per_key}",
-                        layers=tuple(group.fmt.group.layers[table * per_table : (table + 1) * per_table]),
-                        heads=REPLICATED if replicated else HeadPart(tp_rank, tp_size),
-                        block_tokens=group.fmt.block_size,
-                    ).digest()
+        self._plan = BlockPlan(
+            manager,
+            model=model,
+            revision=revision,
+            full_layout=full_layout,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            read_tp_sizes=read_tp_sizes,
+        )
+        self._counts: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+        self._bytes_by_kind: Counter[tuple[str, str]] = Counter()
+        pool_bytes = manager.pool.num_pages * manager.geometry.page_bytes
+        self._storing = Storing(
+            manager,
+            transfers,
+            self._plan,
+            store_policy or StorePolicy(),
+            max_held_bytes=int(MAX_HELD_SHARE * pool_bytes) if max_held_bytes is None else max_held_bytes,
+            counts=self._counts,
+            bytes_by_kind=self._bytes_by_kind,
+        )
+        self._policy = load_policy or LoadPolicy()
+        self._stores = stores
+        self._loads = loads
         self._active: dict[int, _Load] = {}
+        # Which load is to bring the block behind a hit, by that block's key.
+        self._bringing: dict[bytes, _Load] = {}
+        self._turn_ends: dict[int, list[int]] = {}
         self._ready: list[int] = []
-        self._puts: dict[Transfer, list[int]] = {}
-        self._held_bytes = 0
-        # Per row: tokens up to which full-attention blocks were stored, and whether the prompt's windows were.
-        self._stored = np.zeros(manager.max_requests, dtype=np.int64)
-        self._prompt_stored = np.zeros(manager.max_requests, dtype=np.bool_)
 
     # -- a request comes and goes -------------------------------------------------------------------------------------
 
-    def admit(self, request_id: str, token_ids: npt.ArrayLike, **options: Any) -> Admission:
-        """`HybridMemoryManager.admit`; then looks further in the store. Reserve for the row once it is ready."""
+    def admit(
+        self, request_id: str, token_ids: npt.ArrayLike, *, turn_ends: Iterable[int] = (), **options: Any
+    ) -> Admission:
+        """`HybridMemoryManager.admit`; then looks further in the store. Reserve for the row once it is ready.
+
+        `turn_ends` are lengths in tokens at which prefixes of later prompts are likely to end: of a system prompt, of
+        turns of a conversation.
+        """
         admission = self.manager.admit(request_id, token_ids, **options)
-        self._prompt_stored[admission.row] = False
+        self._turn_ends[admission.row] = list(turn_ends)
         self._begin(admission)
         return admission
 
@@ -128,14 +164,12 @@ class OffloadManager:
         return admission
 
     def preempt(self, row: int) -> None:
-        """Store what the row has, so that it can come back by loading, and preempt it."""
-        self._end(row)
-        self.manager.preempt(row)
+        """Preempt a row; if loading it back is worth it, store what it has first."""
+        self._leave(row, Event.PREEMPTED)
 
     def release(self, row: int) -> None:
         """Store what is left to store, and release the row; at any stage."""
-        self._end(row)
-        self.manager.release(row)
+        self._leave(row, Event.FINISHED)
 
     def abort(self, request_id: str) -> None:
         """Release a request by name."""
@@ -148,232 +182,206 @@ class OffloadManager:
     def commit(self, rows: npt.ArrayLike, num_accepted: npt.ArrayLike, token_ids: npt.ArrayLike | None = None) -> None:
         """`HybridMemoryManager.commit`; blocks that have become whole are stored as the policy says."""
         self.manager.commit(rows, num_accepted, token_ids)
-        for row in np.asarray(rows).tolist() if self._stored_groups else ():
-            committed = int(self.manager.committed[row])
-            # The last token of a prompt is never loaded, so this is where the same prompt hits.
-            prompt_end = (self.manager.prompt_tokens(row) - 1) // self._step * self._step
-            ends = self._store_policy.at_prompt_end and not self._prompt_stored[row] and committed >= prompt_end > 0
-            if ends:
-                self._prompt_stored[row] = True
-                self._put(row, prompt_end, windows=True)
-            elif self._store_policy.while_running:
-                self._put(row, committed // self.manager.base * self.manager.base, windows=False)
+        if self._stores:
+            self._storing.committed(np.asarray(rows, dtype=np.int64))
+
+    def checkpoint(self, row: int) -> list[Copy]:
+        """`HybridMemoryManager.checkpoint`; make the copies at once: the checkpoint is stored at the next commit."""
+        copies = self.manager.checkpoint(row)
+        if copies and self._stores:
+            self._storing.checkpointed(row)
+        return copies
 
     def poll(self) -> list[int]:
         """Bring everything one step further, without waiting. Returns the rows that have become ready."""
-        polled = self.transfers.poll()
-        for transfer in polled.released:
-            self._unhold(transfer)
+        self.transfers.poll()
+        self._storing.poll()
         for row, load in list(self._active.items()):
-            if load.transfer is None:
+            if load.waits_for is not None:
+                if self._bringing.get(load.first_key) is not load.waits_for:
+                    self._begin_again(row, self.manager.look_again(row), load.attempt, may_wait=False)
+            elif not load.is_loading:
                 self._looked_up(row, load)
-            elif load.transfer.statuses is not None:
-                self._loaded(row, load, load.transfer.statuses)
+            if load.is_loading and self._active.get(row) is load:
+                self._load(row, load)
         ready, self._ready = self._ready, []
         return ready
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of blocks that puts hold."""
-        return self._held_bytes
+    def stats(self) -> OffloadStats:
+        """What has been moved and what is on its way."""
+        return OffloadStats(
+            dict(self._tokens),
+            dict(self._bytes_by_kind),
+            dict(self._counts),
+            len(self._active),
+            self._storing.held_bytes,
+            self.transfers.staging_bytes_free,
+        )
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Give up loads, finish puts, end holds; False if the store hung. The store stays open."""
-        for row in list(self._active):
-            self._cancel(row)
+        """Give up loads, finish puts, end holds; False if the store hung. The store stays open.
+
+        Rows stay as they are; they can be released, and nothing is stored any more.
+        """
+        for row, load in list(self._active.items()):
+            self._drop(row, load)
+            if load.is_loading:
+                self.manager.cancel_load(row)
+        self._stores = self._loads = False
         closed = self.transfers.close(timeout)
-        for transfer in list(self._puts):
-            self._unhold(transfer)
+        self._storing.close()
         return closed
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def _begin(self, admission: Admission) -> None:
-        row, hit = admission.row, admission.num_cached_tokens
-        self.counts["tokens_device"] += hit
-        self._stored[row] = hit
-        manager = self.manager
-        known = manager.num_tokens(row)
-        most = known if known > manager.prompt_tokens(row) else known - 1
-        limit = most // self._step * self._step
-        if not self._loads or limit - hit < self._load_policy.min_tokens:
-            self._ready.append(row)
-            return
-        keys, places = self._keys(row, hit, limit)
-        look_up = self.transfers.look_up(keys)
-        if look_up is None:
-            self.counts["look_up_dropped"] += 1
-            self._ready.append(row)
-            return
-        self._active[row] = _Load(look_up, places, num_tokens=limit)
+        hit = admission.num_cached_tokens
+        self._tokens["device"] += hit
+        for group in self._plan.groups if hit else ():
+            num_bytes = len(needed_blocks(group, hit)[0]) * group.fmt.block_bytes * group.fmt.tables
+            self._bytes_by_kind["device", group.fmt.group.spec.kind] += num_bytes
+        self._begin_again(admission.row, admission, 1)
 
-    def _keys(self, row: int, hit: int, limit: int) -> tuple[list[StoreKey], list[tuple[ManagedGroup, int, int]]]:
-        """Keys of every block of every group that ends in `(hit, limit]`."""
-        base = self.manager.base
-        chain = self.manager.keys(row, 0, limit // base)
-        keys, places = [], []
-        for group in self.manager.groups:
-            size = group.fmt.block_size
-            for logical in range(hit // size, limit // size):
-                number = -(-(logical + 1) * size // base) - 1
-                part = logical % group.blocks_per_key
-                for table in range(group.fmt.tables):
-                    keys.append(store_key(self._spaces[group.number, table, part], chain[number]))
-                    places.append((group, table, logical))
-        return keys, places
+    def _begin_again(self, row: int, admission: Admission, attempt: int, *, may_wait: bool = True) -> None:
+        """Look further than a hit, wait (once) for the row that brings what is needed next, or be ready."""
+        hit, base = admission.num_cached_tokens, self.manager.base
+        self._active.pop(row, None)
+        if self._stores:
+            self._storing.begin(row, hit, self._turn_ends.get(row, ()))
+        limit = self.manager.most_cached(row) // base * base
+        if not self._loads or attempt > ATTEMPTS or limit - hit < max(self._policy.min_tokens, 1):
+            self._ready.append(row)
+            return
+        (first_key,) = self.manager.keys(row, hit // base, hit // base + 1)
+        load = self._active[row] = _Load(attempt, first_key, self._bringing.get(first_key) if may_wait else None)
+        if load.waits_for is not None:
+            return
+        load.question = self._plan.question(row, hit)
+        load.look_up = self.transfers.look_up(load.question.keys) if load.question.keys else None
+        if load.look_up is None:
+            self._counts["look_up_dropped"] += bool(load.question.keys)
+            self._be_ready(row, load)
+            return
+        self._bringing.setdefault(first_key, load)
 
     def _looked_up(self, row: int, load: _Load) -> None:
         assert load.look_up is not None
+        assert load.question is not None
         statuses = load.look_up.statuses
         if statuses is None:
             return
-        hit = int(self.manager.committed[row])
-        length = self._longest(row, hit, load, statuses)
-        if length > hit and self._start_load(row, load, length):
-            return
-        self._be_ready(row)
+        found = self._plan.found(load.question, statuses)
+        serves = self._plan.serves(row, found, load.question.limit)
+        load.junction = serves.junction
+        if not self._start_load(row, load, found, serves.num_tokens):
+            self._be_ready(row, load)
 
-    def _longest(self, row: int, hit: int, load: _Load, statuses: list[Status]) -> int:
-        """The longest length that every group can serve from what the row holds and what the store has."""
-        limit = load.num_tokens
-        there: dict[int, Int64Array] = {}
-        for group in self.manager.groups:
-            blocks = np.zeros(limit // group.fmt.block_size, dtype=np.int64)
-            held, _ = group.table.held(row)
-            blocks[held[held < len(blocks)]] = group.fmt.tables
-            there[group.number] = blocks
-        for (group, _, logical), status in zip(load.keys, statuses, strict=True):
-            there[group.number][logical] += status is Status.HIT
-        for length in range(limit, hit, -self._step):
-            if all(
-                (there[group.number][needed_blocks(group, length)[0]] >= group.fmt.tables).all()
-                for group in self.manager.groups
-            ):
-                return length
-        return hit
-
-    def _start_load(self, row: int, load: _Load, length: int) -> bool:
+    def _start_load(self, row: int, load: _Load, found: Found, length: int) -> bool:
         hit = int(self.manager.committed[row])
-        try:
-            runs = self.manager.reserve_load(row, length)
-        except Exhausted:
-            self.counts["load_without_room"] += 1
+        if length <= hit:
             return False
-        values, load.values = self._values(row, runs)
-        if self._load_policy.is_worth(length - hit, sum(value.num_bytes for value in values)):
-            load.transfer, taken = self.transfers.get(values)
-            if load.transfer is not None and taken == len(values):
-                load.num_tokens = length
-                return True
-            # The leading values of a hit are of no use to a window that lacks its own.
-            self.counts["load_without_staging"] += 1
-            if load.transfer is not None:
-                load.transfer.cancel()
-        self.manager.cancel_load(row)
-        return False
+        if not self._policy.is_worth(length - hit, self._plan.num_bytes(row, length)):
+            self._counts["load_not_worth_it"] += 1
+            return False
+        try:
+            load.runs = self.manager.reserve_load(row, length)
+        except Exhausted:
+            self._counts["load_without_room"] += 1
+            return False
+        for run in load.runs:
+            values, blocks = self._plan.values(row, run, found)
+            load.values += values
+            load.blocks += blocks
+            load.groups += [run.group] * len(values)
+        load.is_loading = True
+        load.progressed = time.monotonic()
+        return True
 
-    def _values(self, row: int, runs: Iterable[LoadRun]) -> tuple[list[Value], list[tuple[ManagedGroup, int]]]:
-        base, unit = self.manager.base, self.manager.geometry.unit
-        values, places = [], []
-        for run in runs:
-            group = self.manager.group(run.group)
-            size, block_bytes = group.fmt.block_size, group.fmt.block_bytes
-            per_table = group.fmt.layers_per_block
-            for at, logical in enumerate(run.logical.tolist()):
-                number = -(-(logical + 1) * size // base) - 1
-                (chain,) = self.manager.keys(row, number, number + 1)
-                for table in range(group.fmt.tables):
-                    space = self._spaces[group.number, table, logical % group.blocks_per_key]
-                    offset = int(run.entries[table, at]) * unit
-                    layers = tuple(group.fmt.group.layers[table * per_table : (table + 1) * per_table])
-                    values.append(Value(store_key(space, chain), ((offset, block_bytes),), layers))
-                    places.append((group, logical))
-        return values, places
-
-    def _loaded(self, row: int, load: _Load, statuses: list[Status]) -> None:
-        """Keep the longest prefix that arrived; the rest is computed."""
-        manager = self.manager
-        hit, length = int(manager.committed[row]), load.num_tokens
-        assert load.values is not None
-        assert load.transfer is not None
-        for (group, logical), status in zip(load.values, statuses, strict=True):
-            if status is not Status.HIT:
-                self.counts["blocks_not_loaded"] += 1
-                length = min(length, logical * group.fmt.block_size // self._step * self._step)
-        for layer in load.transfer.layers:
-            load.transfer.wait_layer(layer)
-        if length < load.num_tokens and any(group.is_bounded for group in manager.groups):
-            length = hit  # the window of a shorter length was not loaded
-        if length > hit:
-            manager.settle_load(row, length)
-            self.counts["tokens_store"] += length - hit
-            self._stored[row] = length
-        else:
-            self._stored[row] = manager.cancel_load(row).num_cached_tokens
-        self._be_ready(row)
-
-    def _be_ready(self, row: int) -> None:
-        load = self._active.pop(row)
-        if load.look_up is not None:
-            load.look_up.close()
-        self._ready.append(row)
-
-    def _cancel(self, row: int) -> None:
-        """Give up a row's look-up or load; the row itself is about to leave, or starts from the device's hit."""
-        load = self._active.pop(row, None)
-        if load is None:
+    def _load(self, row: int, load: _Load) -> None:
+        """Ask for more values as staging has room; settle when all have come or failed."""
+        rest = load.values[load.num_sent :]
+        if rest and staging_bytes(rest[0].num_bytes) <= self.transfers.staging_bytes_free:
+            transfer, taken = self.transfers.get(rest)
+            if transfer is not None:
+                load.transfers.append(transfer)
+                load.num_sent += taken
+        statuses = [status for transfer in load.transfers for status in transfer.statuses or ()]
+        if len(statuses) < load.num_sent:
+            load.progressed = time.monotonic()
             return
+        if load.num_sent < len(load.values):
+            if time.monotonic() < load.progressed + self._policy.patience_s:
+                return
+            self._counts["load_without_staging"] += 1
+        statuses += [Status.ERROR] * (len(load.values) - len(statuses))
+        self._loaded(row, load, statuses)
+
+    def _loaded(self, row: int, load: _Load, statuses: Sequence[Status]) -> None:
+        hit = int(self.manager.committed[row])
+        failed: dict[str, list[int]] = {}
+        for value, group, block, status in zip(load.values, load.groups, load.blocks, statuses, strict=True):
+            if status is Status.HIT:
+                self._bytes_by_kind["store", self.manager.group(group).fmt.group.spec.kind] += value.num_bytes
+            else:
+                self._counts[f"load_{status.name.lower()}"] += 1
+                failed.setdefault(group, []).append(block)
+        for run in load.runs if self._stores else ():
+            arrived = ~np.isin(run.logical, failed.get(run.group, []))
+            self._storing.loaded(row, LoadRun(run.group, run.logical[arrived], run.entries[:, arrived]))
+        self._drop(row, load)
+        admission = self.manager.settle_load(row, failed)
+        self._tokens["store"] += max(admission.num_cached_tokens - hit, 0)
+        self._begin_again(row, admission, load.attempt + 1 if failed else ATTEMPTS + 1)
+        if self._stores:
+            self._storing.parted_at(row, load.junction)
+
+    def _be_ready(self, row: int, load: _Load) -> None:
+        self._drop(row, load)
+        self._ready.append(row)
+        if self._stores:
+            self._storing.parted_at(row, load.junction)
+
+    def _drop(self, row: int, load: _Load) -> None:
+        """A row is no longer on its way: close its lease, cancel its transfers, let others look again."""
+        del self._active[row]
+        if self._bringing.get(load.first_key) is load:
+            del self._bringing[load.first_key]
         if load.look_up is not None:
             load.look_up.close()
-        if load.transfer is not None:
-            load.transfer.cancel()
-            self.manager.cancel_load(row)
-        self.counts["cancelled"] += 1
+        for transfer in load.transfers:
+            if transfer.statuses is None:
+                transfer.cancel()
+            for layer in transfer.layers:  # its copies to the arena may still run; what comes next waits for them
+                transfer.wait_layer(layer)
 
-    # -- storing ------------------------------------------------------------------------------------------------------
+    # -- leaving ------------------------------------------------------------------------------------------------------
 
-    def _end(self, row: int) -> None:
-        self._cancel(row)
-        if row in self._ready:
-            self._ready.remove(row)
+    def _leave(self, row: int, event: Event) -> None:
         manager = self.manager
         is_running = 0 <= row < manager.max_requests and row in manager.running_rows
-        if is_running and self._store_policy.at_end and self._stored_groups:
-            self._put(row, int(manager.committed[row]) // self._step * self._step, windows=True)
+        dropped = []
+        if (load := self._active.get(row)) is not None:
+            self._drop(row, load)
+            self._counts["load_cancelled"] += 1
+        elif is_running and self._stores and (event is Event.FINISHED or self._is_worth_swapping(row)):
+            dropped = self._storing.leave(row, event)
+        if row in self._ready:
+            self._ready.remove(row)
+        if event is Event.FINISHED:
+            manager.release(row)
+            self._turn_ends.pop(row, None)
+        else:
+            manager.preempt(row)
+        for group, entries in dropped:
+            manager.forget(group, entries)
 
-    def _put(self, row: int, length: int, *, windows: bool) -> None:
-        """Store the row's full-attention blocks up to `length`, and with `windows` those of the windows there."""
-        manager = self.manager
-        runs = []
-        for group in self._stored_groups:
-            size = group.fmt.block_size
-            if group.is_bounded:
-                if not windows or length % size:
-                    continue
-                logical, _ = needed_blocks(group, length)
-            else:
-                logical = np.arange(int(self._stored[row]) // size, length // size)
-            entries = manager.blocks_of(row, group.name, logical)
-            kept = (entries >= 0).all(axis=0)
-            # A window that is not whole completes no hit.
-            if kept.any() and (kept.all() or not group.is_bounded):
-                runs.append(LoadRun(group.name, logical[kept], entries[:, kept]))
-        self._stored[row] = max(int(self._stored[row]), length)
-        values, _ = self._values(row, runs)
-        num_bytes = sum(value.num_bytes for value in values)
-        if not values:
-            return
-        if self._held_bytes + num_bytes > MAX_HELD_SHARE * manager.pool.num_pages * manager.geometry.page_bytes:
-            self.counts["put_over_hold_bound"] += len(values)
-            return
-        transfer = self.transfers.put(values, owner=manager.salt(row))
-        if transfer is not None:
-            self._held_bytes += num_bytes
-            self._puts[transfer] = [manager.hold(row, run.group, run.entries) for run in runs]
-
-    def _unhold(self, transfer: Transfer) -> None:
-        holds = self._puts.pop(transfer, None)
-        if holds is not None:
-            self._held_bytes -= sum(value.num_bytes for value in transfer.values)
-            for hold in holds:
-                self.manager.unhold(hold)
+    def _is_worth_swapping(self, row: int) -> bool:
+        """Whether loading the row back, all of it, would beat computing it again."""
+        length = self._plan.length(int(self.manager.committed[row]))
+        sizes = [
+            len(needed_blocks(group, length)[0]) * group.fmt.block_bytes * group.fmt.tables
+            for group in self._plan.groups
+        ]
+        worth = self._policy.is_worth(length, sum(sizes))
+        self._counts["swapped_out" if worth else "swap_not_worth_it"] += 1
+        return worth

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 ALIGNMENT = 4096
 
 
+def staging_bytes(num_bytes: int) -> int:
+    """Bytes of staging memory that a value of so many bytes takes."""
+    return -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
+
+
 class Grant(NamedTuple):
     """Bytes `[start, start + num_bytes)` of the staging memory; `held` bytes are taken for them."""
 
@@ -54,7 +59,7 @@ class Staging:
 
     def take(self, num_bytes: int) -> Grant | None:
         """A run of so many bytes, the first that fits; None when there is none."""
-        held = -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
+        held = staging_bytes(num_bytes)
         for at, size in enumerate(self._sizes):
             if size >= held:
                 start = self._starts[at]

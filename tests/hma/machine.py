@@ -76,7 +76,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     engine_class = Engine
     operations = 0
-    counts: ClassVar[dict[str, int]] = {"hits": 0, "exhausted": 0, "runs": 0}
+    counts: ClassVar[dict[str, int]] = {"hits": 0, "exhausted": 0, "runs": 0, "loads": 0}
 
     @initialize(
         geometry=geometries(),
@@ -116,12 +116,15 @@ class ManagerMachine(RuleBasedStateMachine):
         image_tokens=st.sampled_from([0, 0, 5, 17]),
         priority=st.integers(-3, 3),
         chunk=st.sampled_from([0, 4, 8, 24]),
+        loads=st.booleans(),
     )
-    def admit(self, prompt: list[int], items: list[Item], chunk: int, **options: Any) -> None:
+    def admit(self, prompt: list[int], items: list[Item], chunk: int, loads: bool, **options: Any) -> None:
         items = [item for item in items if item.position < len(prompt)]
         self.admitted += 1
         name = f"r{self.admitted}"
         self.engine.admit(name, prompt, items=items, **options)
+        if loads and (lengths := self.engine.load_lengths(name)) and self.engine.start_load(name, lengths[-1]):
+            return
         if chunk and not self.engine.steps:
             self.compute(name, chunk, from_activations=chunk == 8, overlap=chunk == 4)
 
@@ -163,7 +166,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def commit(self, sampled: list[int]) -> None:
         self.engine.commit(sampled)
 
-    @precondition(lambda self: self.running() and not self.engine.steps)
+    @precondition(lambda self: set(self.running()) - set(self.loading()) and not self.engine.steps)
     @rule(
         index=st.integers(0, MAX_ROWS - 1),
         size=st.sampled_from([3, 4, 8, 24]),
@@ -171,7 +174,8 @@ class ManagerMachine(RuleBasedStateMachine):
         overlap=st.booleans(),
     )
     def prefill(self, index: int, size: int, from_activations: bool, overlap: bool) -> None:
-        self.compute(self.running()[index % len(self.running())], size, from_activations, overlap)
+        names = [name for name in self.running() if name not in self.loading()]
+        self.compute(names[index % len(names)], size, from_activations, overlap)
 
     def compute(self, name: str, size: int, from_activations: bool, overlap: bool) -> None:
         """A request's whole prompt, alone, one or two chunks in flight, with a checkpoint wherever one can be taken."""
@@ -214,6 +218,40 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def checkpointable(self) -> list[str]:
         return [name for name in self.running() if self.engine.can_checkpoint(name)]
+
+    def loadable(self) -> list[str]:
+        return [name for name in self.engine.requests if self.engine.load_lengths(name)]
+
+    def loading(self) -> list[str]:
+        return [name for name, request in self.engine.requests.items() if request.loading]
+
+    @precondition(lambda self: self.loadable())
+    @rule(index=st.integers(0, MAX_ROWS - 1), which=st.integers(0, 9))
+    def start_load(self, index: int, which: int) -> None:
+        names = self.loadable()
+        name = names[index % len(names)]
+        lengths = self.engine.load_lengths(name)
+        self.engine.start_load(name, lengths[-1 - which % len(lengths)])
+
+    @precondition(lambda self: self.loading())
+    @rule(
+        index=st.integers(0, MAX_ROWS - 1),
+        fails=st.just([False]) | st.lists(st.sampled_from([False, False, False, True]), min_size=1, max_size=6),
+    )
+    def end_load(self, index: int, fails: list[bool]) -> None:
+        names = self.loading()
+        self.engine.end_load(names[index % len(names)], fails)
+        type(self).counts["loads"] += 1
+
+    @precondition(lambda self: any(self.can_look_again(name) for name in self.running()))
+    @rule(index=st.integers(0, MAX_ROWS - 1))
+    def look_again(self, index: int) -> None:
+        names = [name for name in self.running() if self.can_look_again(name)]
+        self.engine.look_again(names[index % len(names)])
+
+    def can_look_again(self, name: str) -> bool:
+        """At rest, and nothing computed that would be lost."""
+        return name in self.loading() or (self.engine.can_reserve(name) and self.engine.at_rest(name))
 
     def teardown(self) -> None:
         engine = getattr(self, "engine", None)

@@ -81,9 +81,19 @@ class Request:
     held: dict[int, dict[Place, Entry]] = field(default_factory=dict)
     sources: dict[int, list[Entry]] = field(default_factory=dict)
     restored: bool = False
+    loading: Loading | None = None
 
     def digests(self, position: int) -> tuple[bytes, ...]:
         return tuple(sorted(item.digest for item in self.items if item.position == position))
+
+
+@dataclass(eq=False)
+class Loading:
+    """A load under way: its length, the places `(group, table, block)` to fill, and the checkpoints it ends at."""
+
+    length: int
+    missing: dict[tuple[int, int, int], Entry]
+    states: dict[int, list[Entry]]
 
 
 @dataclass(eq=False)
@@ -326,7 +336,7 @@ class Engine:
         in_flight = any(member.request is request and member.alive for step in self.steps for member in step.members)
         blocks = [(group, entry) for group, places in request.held.items() for entry in places.values()]
         blocks += [(group, entry) for group, entries in request.sources.items() for entry in entries]
-        request.running = False
+        request.running, request.loading = False, None
         request.committed = request.computed = request.registered = 0
         request.held, request.sources, request.ends = {}, {}, {}
         if in_flight:
@@ -336,7 +346,7 @@ class Engine:
         """States with drafts refuse a second step in flight."""
         request = self.requests[name]
         in_flight = any(member.request is request and member.alive for step in self.steps for member in step.members)
-        return request.running and not (in_flight and self.lookahead and self.has_states)
+        return request.running and not request.loading and not (in_flight and self.lookahead and self.has_states)
 
     def room(self, name: str) -> int:
         request = self.requests[name]
@@ -424,9 +434,9 @@ class Engine:
             ends[group] = max([ends[group], *(b + 1 for b in new)])
         return Growth(start, blocks, ends, has_gap)
 
-    def pages_short(self, needs: Sequence[int]) -> int:
+    def pages_short(self, needs: Sequence[int], shared: Sequence[tuple[int, Entry]] = ()) -> int:
         """Page arithmetic from scratch: which pages hold a referenced block, and whose they are."""
-        used = self.references()
+        used = self.references() + Counter(shared)
         owner: dict[int, int] = {}
         for group, entry in used:
             owner[self.page_of(entry)] = group
@@ -563,7 +573,8 @@ class Engine:
     def can_checkpoint(self, name: str) -> bool:
         request = self.requests[name]
         in_flight = any(m.request is request and m.alive for step in self.steps for m in step.members)
-        return request.running and not in_flight and request.committed > 0 and request.committed % self.base == 0
+        is_whole = request.committed > 0 and request.committed % self.base == 0
+        return request.running and not request.loading and not in_flight and is_whole
 
     def checkpoint(self, name: str) -> None:
         request = self.requests[name]
@@ -603,6 +614,137 @@ class Engine:
         for group, fmt in self._states():
             for table in range(fmt.tables):
                 assert self.key(request, group, table, request.committed) in self.cached, "a checkpoint is missing"
+
+    # -- loads --------------------------------------------------------------------------------------------------------
+
+    def load_lengths(self, name: str) -> list[int]:
+        """Lengths that a load of the request may end at: where a block of every group ends."""
+        request = self.requests[name]
+        if not self.caching or not request.running or request.loading or not self.at_rest(name):
+            return []
+        limit = request.known if request.known > len(request.prompt) else request.known - 1
+        sizes = [self.base, *(fmt.block_size for _, fmt in self._attention())]
+        return [n for n in range(request.committed + 1, limit + 1) if all(n % size == 0 for size in sizes)]
+
+    def start_load(self, name: str, length: int) -> bool:
+        """Take blocks up to a length; False when they did not fit."""
+        request = self.requests[name]
+        wanted: dict[int, list[int]] = {group: self.live_blocks(group, length) for group, _ in self._attention()}
+        held: dict[int, dict[Place, Entry]] = {}
+        states: dict[int, list[Entry]] = {}
+        shared: list[tuple[int, Entry]] = []
+        needs = [0] * len(self.formats)
+        for group, fmt in self._attention():
+            held[group] = {
+                (table, block): entry
+                for (table, block), entry in request.held[group].items()
+                if block in wanted[group] and (block + 1) * fmt.block_size <= request.committed
+            }
+            for block in wanted[group]:
+                keys = [self.key(request, group, t, (block + 1) * fmt.block_size) for t in range(fmt.tables)]
+                if (0, block) in held[group]:
+                    continue
+                if all(key in self.cached for key in keys):
+                    held[group] |= {(t, block): self.cached[key] for t, key in enumerate(keys)}
+                    shared += [(group, self.cached[key]) for key in keys]
+                else:
+                    needs[group] += fmt.tables
+        for group, fmt in self._states():
+            keys = [self.key(request, group, table, length) for table in range(fmt.tables)]
+            if all(key in self.cached for key in keys):
+                states[group] = [self.cached[key] for key in keys]
+                shared += [(group, entry) for entry in states[group]]
+            else:
+                needs[group] += fmt.tables
+        short = self.pages_short(needs, shared)
+        before = fingerprint(self.manager) if short > 0 else None
+        refusal = runs = None
+        try:
+            runs = self.manager.reserve_load(request.row, length)
+        except Exhausted as error:
+            refusal = error
+        if runs is None:
+            assert refusal is not None
+            assert short > 0, f"reserve_load refused what fits: {refusal}"
+            assert refusal.pages_short == short
+            assert fingerprint(self.manager) == before, "a refused load changed something"
+            self.exhausted += 1
+            self.compare()
+            return False
+        assert short <= 0, f"reserve_load accepted {needs} blocks, {short} pages more than there are"
+        used = self.references() + Counter(shared)
+        numbers = {fmt.group.name: group for group, fmt in enumerate(self.formats)}
+        missing: dict[tuple[int, int, int], Entry] = {}
+        for run in runs:
+            group = numbers[run.group]
+            for table, entries in enumerate(run.entries.tolist()):
+                for block, entry in zip(run.logical.tolist(), entries, strict=True):
+                    assert (group, entry) not in used, "a block in use was handed out"
+                    used[group, entry] += 1
+                    missing[group, table, block] = entry
+                    self.poison(group, entry, table)
+                    if self.formats[group].block_size:
+                        held[group][table, block] = entry
+                    else:
+                        states.setdefault(group, []).append(entry)
+        for group, fmt in self._attention():
+            request.held[group], request.ends[group] = held[group], length // fmt.block_size
+        request.loading = Loading(length, missing, states)
+        self.compare(may_evict=self.manager.pool.free_pages == 0)
+        return True
+
+    def end_load(self, name: str, fails: Sequence[bool]) -> None:
+        """The blocks arrive, those excepted for which `fails`, repeated, says so."""
+        request = self.requests[name]
+        assert request.loading is not None
+        loading, failed = request.loading, dict[str, list[int]]()
+        lost: set[Entry] = set()
+        blocks = sorted({(group, block) for group, _, block in loading.missing})
+        for number, (group, block) in enumerate(blocks):
+            fmt = self.formats[group]
+            for table in range(fmt.tables):
+                entry = loading.missing[group, table, block]
+                if fails[number % len(fails)]:
+                    lost.add(entry)
+                    failed.setdefault(fmt.group.name, []).append(block)
+                    continue
+                first = block * fmt.block_size if fmt.block_size else loading.length - 1
+                for offset in range(fmt.block_size or 1):
+                    self.write(group, entry, offset, request.chain[first + offset])
+        candidates: dict[CacheKey, Entry] = {}
+        for group, fmt in self._attention():
+            for (table, block), entry in request.held[group].items():
+                end = (block + 1) * fmt.block_size
+                if request.committed < end and entry not in lost:
+                    candidates[self.key(request, group, table, end)] = entry
+        for group, entries in loading.states.items():
+            # A checkpoint of several tables is kept as a whole.
+            for table, entry in enumerate(entries if not lost & set(entries) else ()):
+                candidates[self.key(request, group, table, loading.length)] = entry
+        admission = self.manager.settle_load(request.row, failed)
+        candidates = {key: entry for key, entry in candidates.items() if key not in self.cached}
+        self.cached |= candidates
+        self.places |= {(key[0], entry): key for key, entry in candidates.items()}
+        request.loading = None
+        if failed:
+            self._start(request, self.expected_hit(request), admission.num_cached_tokens, admission.limited_by)
+            return
+        assert admission.num_cached_tokens == loading.length
+        request.committed = request.computed = loading.length
+        request.registered = loading.length // self.base
+        request.sources, request.restored = loading.states, False
+        self.compare()
+
+    def at_rest(self, name: str) -> bool:
+        return not any(m.request is self.requests[name] and m.alive for step in self.steps for m in step.members)
+
+    def look_again(self, name: str) -> None:
+        """Begin again, with what is cached by now; a load under way is given up."""
+        request = self.requests[name]
+        call = self.manager.cancel_load if request.loading else self.manager.look_again
+        request.loading = None
+        admission = call(request.row)
+        self._start(request, self.expected_hit(request), admission.num_cached_tokens, admission.limited_by)
 
     # -- the device ---------------------------------------------------------------------------------------------------
 
@@ -746,6 +888,8 @@ class Engine:
             for group, places in request.held.items():
                 used.update((group, entry) for entry in places.values())
             for group, entries in request.sources.items():
+                used.update((group, entry) for entry in entries)
+            for group, entries in request.loading.states.items() if request.loading else ():
                 used.update((group, entry) for entry in entries)
         for _, blocks in self.limbo:
             used.update(blocks)

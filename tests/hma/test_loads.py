@@ -7,12 +7,24 @@ import numpy as np
 import pytest
 from layouts import layout_of
 
-from kvtide.hma import HybridMemoryManager
-from kvtide.kvcache import Exhausted, FullAttention, KvtideError, SinkWindow, SlidingWindow
+from kvtide.hma import HybridMemoryManager, Item
+from kvtide.kvcache import (
+    Component,
+    CrossAttention,
+    Exhausted,
+    FullAttention,
+    KvtideError,
+    RecurrentState,
+    SinkWindow,
+    SlidingWindow,
+)
 
 HYBRID = layout_of("hybrid", (1, FullAttention(1, 8, 8)), (2, SlidingWindow(1, 8, 8, window=40)))
 FULL = layout_of("full", (1, FullAttention(1, 8, 8)))
 SINKS = layout_of("sinks", (1, FullAttention(1, 8, 8)), (2, SinkWindow(1, 8, 8, window=40, sinks=4)))
+
+STATES = layout_of("states", (1, FullAttention(1, 8, 8)), (2, RecurrentState((Component("ssm", (4, 8), "float32"),))))
+IMAGES = layout_of("images", (1, FullAttention(1, 8, 8)), (1, CrossAttention(1, 8, 8)))
 
 
 def manager_of(layout, memory="4MiB", **options):
@@ -33,7 +45,7 @@ def test_a_loaded_row_holds_what_a_hit_of_that_length_holds(layout):
     row = loaded.admit("a", prompt).row
     runs = loaded.reserve_load(row, 288)
     loaded.check()
-    loaded.settle_load(row, 288)
+    assert loaded.settle_load(row).num_cached_tokens == 288
     loaded.check()
     computed.admit("a", prompt)
     computed.reserve([0], [288])
@@ -69,20 +81,103 @@ def test_a_load_goes_on_from_a_hit_and_lets_go_of_what_is_out_of_reach():
     manager.reserve([row], [10])
 
 
-def test_part_of_a_load_can_be_kept_where_every_group_keeps_everything():
+def test_what_arrived_of_a_load_is_kept_and_the_longest_whole_prefix_of_it_is_the_hit():
     manager = manager_of(FULL)
     row = manager.admit("a", np.arange(300)).row
     manager.reserve_load(row, 288)
-    manager.settle_load(row, 128)
-    assert manager.committed[row] == 128
-    manager.reserve([row], [172])
-    manager.commit([row], [172])
+    size = manager.group("full_attention").fmt.block_size
+    assert manager.settle_load(row, {"full_attention": [128 // size, 160 // size]}).num_cached_tokens == 128
     manager.check()
-    other = manager_of(HYBRID)
-    other.admit("a", np.arange(300))
-    other.reserve_load(0, 288)
-    with pytest.raises(KvtideError, match="row 0 loads up to 288 tokens; 128 cannot be what it has got"):
-        other.settle_load(0, 128)
+    assert manager.committed[row] == 128
+    # What arrived beyond the gap needs no second load.
+    runs = manager.reserve_load(row, 288)
+    assert [run.logical.tolist() for run in runs] == [[128 // size, 160 // size]]
+    manager.settle_load(row)
+    manager.reserve([row], [12])
+    manager.commit([row], [12])
+    manager.check()
+
+
+def test_a_window_that_lacks_a_block_leaves_what_keeps_everything_on_the_device():
+    manager = manager_of(HYBRID)
+    row = manager.admit("a", np.arange(300)).row
+    runs = {run.group: run for run in manager.reserve_load(row, 288)}
+    assert manager.settle_load(row, {"sliding_window": runs["sliding_window"].logical[:1]}).num_cached_tokens == 0
+    manager.check()
+    again = {run.group: run for run in manager.reserve_load(row, 288)}
+    assert set(again) == {"sliding_window"}
+    assert again["sliding_window"].logical.tolist() == runs["sliding_window"].logical[:1].tolist()
+    manager.cancel_load(row)
+    manager.check()
+
+
+def test_a_state_is_loaded_as_a_checkpoint_and_restored_like_a_hit():
+    manager = manager_of(STATES)
+    row = manager.admit("a", np.arange(300)).row
+    runs = {run.group: run for run in manager.reserve_load(row, 288)}
+    checkpoint = runs["recurrent_state"]
+    assert checkpoint.logical.tolist() == [288 // manager.base - 1]
+    manager.settle_load(row)
+    (copy,) = manager.reserve([row], [12]).copies
+    assert copy.source.tolist() == checkpoint.entries[:, 0].tolist()
+    manager.commit([row], [12])
+    manager.check()
+    other = manager.admit("b", np.arange(300))
+    assert other.num_cached_tokens == 288
+    manager.check()
+
+
+def test_cross_attention_is_left_to_the_first_step():
+    manager = manager_of(IMAGES)
+    row = manager.admit("a", np.arange(300), image_tokens=40, items=[Item(3, b"cat")]).row
+    assert {run.group for run in manager.reserve_load(row, 288)} == {"full_attention"}
+    manager.settle_load(row)
+    assert manager.tables["cross_attention"].end[row] == 0
+    manager.reserve([row], [12])
+    assert manager.tables["cross_attention"].end[row] > 0
+    with pytest.raises(KvtideError, match="cross_attention have no keys"):
+        manager.blocks_of(row, "cross_attention", np.arange(1))
+    manager.check()
+
+
+def test_a_load_replaces_a_block_that_is_not_committed_to_its_end():
+    manager = manager_of(FULL)
+    row = manager.admit("a", np.arange(300)).row
+    manager.reserve([row], [100])
+    manager.commit([row], [100])
+    size = manager.group("full_attention").fmt.block_size
+    (run,) = manager.reserve_load(row, 288)
+    assert run.logical[0] == 100 // size
+    manager.check()
+    manager.release(row)
+    manager.check()
+
+
+def test_a_row_looks_again_at_what_another_has_brought():
+    manager = manager_of(HYBRID)
+    first, second = (manager.admit(name, np.arange(300)).row for name in "ab")
+    manager.reserve_load(first, 288)
+    with pytest.raises(KvtideError, match="only a row at rest can look again"):
+        manager.look_again(first)
+    assert manager.look_again(second).num_cached_tokens == 0
+    manager.settle_load(first)
+    assert manager.look_again(second).num_cached_tokens == 288
+    manager.check()
+
+
+def test_forgotten_blocks_are_free_at_once():
+    manager = manager_of(FULL)
+    row = manager.admit("a", np.arange(100)).row
+    manager.reserve([row], [100])
+    manager.commit([row], [100])
+    entries = manager.blocks_of(row, "full_attention", np.arange(6))
+    manager.forget("full_attention", entries)  # held: nothing happens
+    manager.release(row)
+    assert manager.admit("b", np.arange(100)).num_cached_tokens == 96
+    manager.release(0)
+    manager.forget("full_attention", entries)
+    manager.check()
+    assert manager.admit("c", np.arange(100)).num_cached_tokens == 0
 
 
 def test_a_load_that_does_not_fit_is_refused_and_changes_nothing():
@@ -107,6 +202,10 @@ def test_misuse_is_named_and_changes_nothing():
         manager.cancel_load(row)
     with pytest.raises(KvtideError, match="row 3 is not running"):
         manager.reserve_load(3, 16)
+    uncached = manager_of(FULL, prefix_caching=False)
+    uncached.admit("a", np.arange(100))
+    with pytest.raises(KvtideError, match="loads need prefix caching"):
+        uncached.reserve_load(0, 16)
     assert state(manager) == before
     manager.reserve_load(row, 304)
     before = state(manager)

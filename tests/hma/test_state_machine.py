@@ -44,3 +44,4 @@ def test_manager_equals_the_oracle(span: int, monkeypatch: pytest.MonkeyPatch) -
     assert Machine.operations > 1_000
     assert Machine.counts["hits"] > 20
     assert Machine.counts["exhausted"] > 20
+    assert Machine.counts["loads"] > 20

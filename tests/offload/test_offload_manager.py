@@ -1,154 +1,23 @@
-"""Offload end to end on a CPU arena: every byte that a query reads is the byte that its own history wrote.
-
-An engine of arrays: a token's bytes in a table are a digest of the table and of all tokens up to it. Requests share
-prefixes, little device memory makes the store matter, and the store fails, hangs, lies and forgets. Before every step
-each running row reads all tokens that its next query can reach, through the manager's tables.
-"""
+"""What `OffloadManager` does, case by case, with real bytes: what comes back, from where, and what is computed."""
 
 from __future__ import annotations
-
-import random
-import threading
-import time
-from hashlib import blake2b
 
 import numpy as np
 import pytest
 from awkward import AwkwardStore, host
 from layouts import layout_of
+from offload_engine import Engine, prompt
+from offload_layouts import LAYOUTS
 
 from kvtide.connectors.config import make_store
-from kvtide.hma import HybridMemoryManager
-from kvtide.kvcache import MLA, Exhausted, FullAttention, SinkWindow, SlidingWindow, SlidingWindowMLA
-from kvtide.kvcache.solver import solve_geometry
-from kvtide.offload.manager import OffloadManager
-from kvtide.offload.policies import LoadPolicy, StorePolicy
-from kvtide.offload.transfers import Transfers
+from kvtide.hma import Item
+from kvtide.kvcache import MLA, Component, ConfigError, FullAttention, RecurrentState, SlidingWindow
+from kvtide.kvcache.specs import Kind
+from kvtide.offload.policies import Action, Event, LoadPolicy, StorePolicy
+from kvtide.offload.store import Status
 
-LAYOUTS = {
-    "full": layout_of("full", (3, FullAttention(1, 16, 16))),
-    "gemma": layout_of("gemma", (2, FullAttention(1, 16, 16)), (5, SlidingWindow(1, 16, 16, window=40))),
-    "latents": layout_of("mla", (2, MLA(32, 16, "float16")), (3, SlidingWindowMLA(32, 16, "float16", window=50))),
-    "sinks": layout_of("sinks", (2, FullAttention(1, 16, 16)), (2, SinkWindow(1, 16, 16, window=33, sinks=4))),
-}
-EAGER = LoadPolicy(min_tokens=16, seconds_per_token=1.0)
-
-
-class Engine:
-    """One process: manager, arena, transfers, offload; and the token history of every row."""
-
-    def __init__(self, layout, store, *, pages=24, max_requests=4, staging_bytes=1 << 20, **options):
-        geometry = solve_geometry(layout)
-        self.manager = HybridMemoryManager(
-            geometry,
-            pages * geometry.page_bytes,
-            max_requests=max_requests,
-            max_model_len=600,
-            max_step_tokens=64,
-            key_space=b"test",
-        )
-        self.arena = np.full(pages * geometry.page_bytes, 0xAA, dtype=np.uint8)
-        self.transfers = Transfers(self.arena, store, staging_bytes=staging_bytes, threads=2, deadline=0.2)
-        self.offload = OffloadManager(
-            self.manager, self.transfers, model="test", load_policy=options.pop("load_policy", EAGER), **options
-        )
-        self.tokens: dict[int, list[int]] = {}
-        self.digests: dict[int, list[bytes]] = {}
-
-    def admit(self, name, tokens, **options):
-        row = self.offload.admit(name, tokens, **options).row
-        self.tokens[row], self.digests[row] = [], []
-        self.learn(row, tokens)
-        return row
-
-    def learn(self, row, tokens):
-        for token in tokens:
-            before = self.digests[row][-1] if self.digests[row] else b""
-            self.digests[row].append(blake2b(before + int(token).to_bytes(4, "little"), digest_size=16).digest())
-        self.tokens[row] += list(tokens)
-
-    def places(self, row, group, positions):
-        """Byte offsets `[tables, n]` of tokens, -1 where they have no block, and bytes a token."""
-        size, num_bytes = group.fmt.block_size, group.fmt.block_bytes
-        slots = group.slots(np.full(len(positions), row), positions)
-        entries, offsets = np.divmod(slots, size)
-        width = num_bytes // size
-        return np.where(slots < 0, -1, entries * self.manager.geometry.unit + offsets * width), width
-
-    def content(self, row, position, group, table, width):
-        seed = blake2b(self.digests[row][position], salt=bytes([group.number, table]), digest_size=16).digest()
-        return np.frombuffer((seed * (width // 16 + 1))[:width], dtype=np.uint8)
-
-    def check_reads(self, row):
-        """All tokens that the next query reaches hold what this row's history wrote."""
-        committed = int(self.manager.committed[row])
-        for group in self.manager.groups:
-            reach = group.fmt.group.spec.needed(np.array(committed + 1))
-            positions = np.concatenate([np.arange(int(reach.sinks)), np.arange(int(reach.first), committed)])
-            places, width = self.places(row, group, positions)
-            assert (places >= 0).all()
-            for table in range(group.fmt.tables):
-                for at, position in zip(places[table].tolist(), positions.tolist(), strict=True):
-                    expected = self.content(row, position, group, table, width)
-                    assert (self.arena[at : at + width] == expected).all(), (group.name, row, position)
-
-    def step(self, rows, most, rng):
-        """Compute up to `most` tokens of every row that is ready. True if it fitted."""
-        rows = [row for row in rows if self.offload.ready(row)]
-        counts = [min(most, max(1, len(self.tokens[row]) - int(self.manager.committed[row]))) for row in rows]
-        if not rows:
-            return True
-        for row in rows:
-            self.check_reads(row)
-        try:
-            plan = self.manager.reserve(rows, counts)
-        except Exhausted:
-            return False
-        new = []
-        for row, start, count in zip(rows, plan.start.tolist(), counts, strict=True):
-            if start + count > len(self.tokens[row]):
-                self.learn(row, [rng.randrange(1000)])
-                new.append(self.tokens[row][-1])
-            positions = np.arange(start, start + count)
-            for group in self.manager.groups:
-                places, width = self.places(row, group, positions)
-                for table in range(group.fmt.tables):
-                    for at, position in zip(places[table].tolist(), positions.tolist(), strict=True):
-                        self.arena[at : at + width] = self.content(row, position, group, table, width)
-        self.offload.commit(rows, counts, new)
-        self.manager.check()
-        return True
-
-    def settle(self, row, timeout=10.0):
-        """Poll until the row is ready."""
-        expires = time.monotonic() + timeout
-        while not self.offload.ready(row):
-            self.offload.poll()
-            assert time.monotonic() < expires
-            time.sleep(0.0005)
-
-    def compute(self, row, upto):
-        rng = random.Random(row)
-        while int(self.manager.committed[row]) < upto:
-            assert self.step([row], 64, rng)
-            self.offload.poll()
-
-    def flush(self):
-        assert self.transfers.drain(10)
-        self.offload.poll()
-
-    def close(self):
-        assert self.offload.close(10)
-        assert self.offload.held_bytes == 0
-        assert self.transfers.staging_bytes_free == self.transfers.staging_bytes
-        for row in self.manager.running_rows.tolist():
-            self.manager.release(row)
-        self.manager.check()
-        assert self.manager.pool.refs.sum() == 0
-
-
-def prompt(seed, count):
-    return [random.Random(seed * 1000 + i).randrange(1000) for i in range(count)]
+WHOLE = ("full", "images")
+IMAGE = {"items": [Item(0, b"cat")], "image_tokens": 20}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -167,12 +36,10 @@ def test_a_prompt_comes_back_from_the_store_in_a_new_process(layout, kind, tmp_p
         },
     }[kind]
     store = make_store(kind, settings)
-    first = Engine(LAYOUTS[layout], store, pages=200)
-    row = first.admit("a", prompt(1, 300))
-    first.settle(row)
-    assert first.manager.committed[row] == 0
-    first.compute(row, 310)
-    first.flush()
+    first = Engine(LAYOUTS[layout], store)
+    row = first.admit("a", prompt(1, 300), **IMAGE)
+    assert first.settle(row) == 0
+    first.run(row, 310, most=16)
     first.offload.release(row)
     first.flush()
     first.close()
@@ -180,192 +47,486 @@ def test_a_prompt_comes_back_from_the_store_in_a_new_process(layout, kind, tmp_p
         store.close()
         store = make_store(kind, settings)
 
-    second = Engine(LAYOUTS[layout], store, pages=200)
-    row = second.admit("b", prompt(1, 300))
-    second.settle(row)
-    step = second.manager.load_step()
-    assert second.manager.committed[row] == 299 // step * step
-    assert second.offload.counts["tokens_store"] == 299 // step * step
-    second.manager.check()
-    second.compute(row, 305)
-    # A prompt that parts from it: full attention alone can serve any length.
-    other = second.admit("c", prompt(1, 200) + prompt(2, 50))
-    second.settle(other)
-    if layout == "full":
-        assert second.manager.committed[other] == 200 // step * step
-    second.compute(other, 255)
-    # Another salt never hits.
-    third = second.admit("d", prompt(1, 300), salt="other")
-    second.settle(third)
-    assert second.manager.committed[third] == 0
+    second = Engine(LAYOUTS[layout], store)
+    row = second.admit("b", prompt(1, 300), **IMAGE)
+    end = 299 // second.manager.load_step * second.manager.load_step
+    assert second.settle(row) == end
+    assert second.offload.stats().tokens == {"device": 0, "store": end}
+    second.run(row, 305)
+    # A prompt that parts from it: groups that keep everything serve any length, the others none that was not stored.
+    other = second.admit("c", prompt(1, 200) + prompt(2, 50), **IMAGE)
+    hit = second.settle(other)
+    assert hit == (200 // second.manager.load_step * second.manager.load_step if layout in WHOLE else hit)
+    second.run(other, 255)
+    # Another salt, and another image, never hit.
+    assert second.settle(second.admit("d", prompt(1, 300), salt="other", **IMAGE)) == 0
+    assert second.settle(second.admit("e", prompt(1, 300), **{**IMAGE, "items": [Item(0, b"dog")]})) == 0
     second.close()
     store.close()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_window_loads_only_its_last_blocks(layout):
+def test_a_load_brings_only_what_a_row_of_that_length_holds(layout):
     store = host(16 << 20)
-    first = Engine(LAYOUTS[layout], store, pages=200)
-    row = first.admit("a", prompt(1, 320))
-    first.settle(row)
-    first.compute(row, 321)
-    first.offload.release(row)
+    first = Engine(LAYOUTS[layout], store)
+    first.run(first.admit("a", prompt(1, 320)), 321, most=16)
+    first.offload.release(0)
     first.flush()
     first.close()
-    second = Engine(LAYOUTS[layout], store, pages=200)
-    row = second.admit("b", prompt(1, 320))
-    second.settle(row)
-    length = int(second.manager.committed[row])
-    assert length == 319 // second.manager.load_step() * second.manager.load_step()
+    second = Engine(LAYOUTS[layout], store)
+    length = second.settle(second.admit("b", prompt(1, 320)))
+    assert length == 319 // second.manager.load_step * second.manager.load_step
     expected = 0
     for group in second.manager.groups:
-        tokens = (
-            length - int(group.first_block(np.array(length))) * group.fmt.block_size if group.is_bounded else length
-        )
-        sinks = group.table.sink_blocks * group.fmt.block_size if group.is_bounded else 0
-        expected += (tokens + sinks) // group.fmt.block_size * group.fmt.block_bytes * group.fmt.tables
+        fmt = group.fmt
+        if group.is_state:
+            expected += fmt.block_bytes * fmt.tables
+        elif not group.is_cross:
+            reach = fmt.group.spec.needed(np.array(length + 1))
+            reached = {t // fmt.block_size for t in (*range(int(reach.sinks)), *range(int(reach.first), length))}
+            expected += len(reached) * fmt.block_bytes * fmt.tables
     assert second.transfers.counts["get_hit_bytes"] == expected
+    assert sum(n for (tier, _), n in second.offload.stats().bytes_by_kind.items() if tier == "store") == expected
     second.close()
     store.close()
 
 
-def test_a_preempted_request_comes_back_by_loading():
+@pytest.mark.parametrize("layout", ["gemma", "latents", "states"])
+def test_a_preempted_request_comes_back_by_loading(layout):
     store = host(16 << 20)
-    engine = Engine(LAYOUTS["gemma"], store, pages=200)
+    engine = Engine(LAYOUTS[layout], store)
     row = engine.admit("a", prompt(3, 200))
     engine.settle(row)
-    engine.compute(row, 230)
+    engine.run(row, 192, most=16)
+    engine.run(row, 230, checkpoints=False)
     engine.offload.preempt(row)
     engine.flush()
     engine.manager.reset_cache()  # nothing is left on the device
-    assert engine.offload.resume(row).num_cached_tokens == 0
-    engine.settle(row)
-    step = engine.manager.load_step()
-    assert engine.manager.committed[row] == 230 // step * step
-    engine.compute(row, 240)
+    engine.resume(row)
+    step = engine.manager.load_step
+    assert engine.settle(row) == (192 if layout == "states" else 230 // step * step)
+    engine.run(row, 240)
     engine.close()
     store.close()
 
 
-def test_what_is_not_worth_loading_is_computed():
+def test_what_is_not_worth_loading_is_neither_loaded_nor_swapped_out():
     store = host(16 << 20)
-    engine = Engine(LAYOUTS["full"], store, pages=200)
-    row = engine.admit("a", prompt(1, 200))
-    engine.settle(row)
-    engine.compute(row, 200)
-    engine.offload.release(row)
+    slow = LoadPolicy(min_tokens=16, bytes_per_second=1.0)
+    policy = StorePolicy(rules={(Event.COMMITTED, kind): Action.KEEP for kind in Kind if "cross" not in kind})
+    engine = Engine(LAYOUTS["gemma"], store, load_policy=slow, store_policy=policy)
+    engine.run(engine.admit("a", prompt(1, 200)), 200)
+    engine.offload.preempt(0)
     engine.flush()
+    assert store.stats().num_values == 0
+    engine.resume(0)
+    engine.settle(0)
+    engine.run(0, 200)
+    engine.offload.release(0)  # it has ended: others may want its prompt
+    engine.flush()
+    assert store.stats().num_values > 0
     engine.manager.reset_cache()
-    engine.offload._load_policy = LoadPolicy(min_tokens=16, bytes_per_second=1.0)
     row = engine.admit("b", prompt(1, 200))
-    engine.settle(row)
-    assert engine.manager.committed[row] == 0
-    engine.compute(row, 200)
+    assert engine.settle(row) == 0
+    engine.run(row, 200)
+    counts = engine.offload.stats().counts
+    assert (counts["swap_not_worth_it"], counts["load_not_worth_it"]) == (1, 1)
     engine.close()
     store.close()
 
 
 def test_roles():
     store = host(16 << 20)
-    consumer = Engine(LAYOUTS["full"], store, pages=200, stores=False)
-    row = consumer.admit("a", prompt(1, 200))
-    consumer.settle(row)
-    consumer.compute(row, 200)
-    consumer.offload.release(row)
+    consumer = Engine(LAYOUTS["full"], store, stores=False)
+    consumer.run(consumer.admit("a", prompt(1, 200)), 200)
+    consumer.offload.release(0)
     consumer.flush()
     assert store.stats().num_values == 0
     consumer.close()
-    producer = Engine(LAYOUTS["full"], store, pages=200, loads=False, store_policy=StorePolicy(while_running=False))
+    producer = Engine(LAYOUTS["full"], store, loads=False)
     row = producer.admit("a", prompt(1, 200))
     assert producer.offload.ready(row)
-    producer.compute(row, 100)
-    producer.flush()
-    assert store.stats().num_values == 0  # the prompt's end has not come
-    producer.compute(row, 200)
+    producer.run(row, 200)
     producer.flush()
     assert store.stats().num_values > 0
+    producer.manager.reset_cache()
+    producer.offload.release(row)
+    producer.manager.reset_cache()
+    assert producer.settle(producer.admit("b", prompt(1, 200))) == 0
     producer.close()
     store.close()
 
 
-def test_ranks_share_what_every_rank_holds_and_keep_their_heads_apart():
-    """Two ranks: latents are stored once, by rank 0; heads under keys of their own. Both ranks hit."""
-    whole = layout_of("mixed", (2, MLA(32, 16, "float16")), (2, FullAttention(2, 16, 16)))
+def test_every_event_and_kind_is_stored_kept_or_dropped_as_the_rules_say():
+    gemma, window, full = LAYOUTS["gemma"], Kind.SLIDING_WINDOW, Kind.FULL_ATTENTION
+
+    def stored(rules, **options):
+        """Bytes stored by kind while a prompt of 200 runs, after its end, and what a second one hits on the device."""
+        store = host(16 << 20)
+        engine = Engine(gemma, store, store_policy=StorePolicy(rules=rules, **options), loads=False)
+        engine.run(engine.admit("a", prompt(1, 200)), 210)
+        engine.flush()
+        running = dict(engine.offload.stats().bytes_by_kind)
+        engine.offload.release(0)
+        engine.flush()
+        ended = dict(engine.offload.stats().bytes_by_kind)
+        hit = engine.settle(engine.admit("b", prompt(1, 200)))
+        engine.close()
+        return [(by.get(("stored", full), 0), by.get(("stored", window), 0)) for by in (running, ended)], hit
+
+    ((whole, one_window), (same, two_windows)), hit = stored({})
+    assert hit == 192
+    assert whole == same > 0
+    assert one_window < two_windows < 2 * one_window  # what they have in common is put once
+    assert stored({(Event.COMMITTED, full): Action.KEEP})[0] == [(0, one_window), (whole, two_windows)]
+    assert stored({(Event.COMMITTED, window): Action.KEEP})[0] == [(whole, 0), (whole, one_window)]
+    assert stored({(Event.FINISHED, window): Action.KEEP})[0] == [(whole, one_window), (whole, one_window)]
+    assert stored({}, prompt_ends=False, junctions=False)[0] == [(whole, 0), (whole, one_window)]
+    assert stored({}, every_tokens=64)[0] == [(whole, 3 * one_window), (whole, 2 * one_window + two_windows)]
+    ((_, slid), _), hit = stored({(Event.OUT_OF_WINDOW, window): Action.STORE}, prompt_ends=False)
+    assert slid > 3 * one_window
+    dropped = {(Event.FINISHED, full): Action.DROP}
+    assert stored(dropped)[1] == 0
+    assert stored({(Event.OUT_OF_WINDOW, window): Action.DROP})[1] == 0
+    for rules, message in (
+        ({(Event.OUT_OF_WINDOW, full): Action.STORE}, "full_attention block has no event out_of_window"),
+        ({(Event.FINISHED, Kind.CROSS_ATTENTION): Action.STORE}, "cross_attention block has no event finished"),
+        ({(Event.COMMITTED, full): Action.DROP}, "cannot be dropped when it is committed"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            StorePolicy(rules=rules)
+
+
+def test_groups_that_are_stored_at_different_events_are_each_stored_whole():
+    layout = layout_of("mixed", (2, MLA(32, 16, "float16")), (2, FullAttention(2, 16, 16)))
     store = host(16 << 20)
-    num_bytes = []
-    for rank in range(2):
-        engine = Engine(whole.shard(2), store, pages=200, full_layout=whole, tp_rank=rank, tp_size=2)
-        row = engine.admit("a", prompt(1, 200))
+    policy = StorePolicy(rules={(Event.COMMITTED, Kind.MLA): Action.KEEP})
+    first = Engine(layout, store, store_policy=policy)
+    first.run(first.admit("a", prompt(1, 200)), 200)
+    first.flush()
+    assert ("stored", Kind.MLA) not in first.offload.stats().bytes_by_kind
+    first.offload.release(0)
+    first.flush()
+    first.close()
+    second = Engine(layout, store)
+    assert second.settle(second.admit("b", prompt(1, 200))) == 192
+    second.close()
+    store.close()
+
+
+def test_what_a_store_did_not_take_is_put_again(monkeypatch):
+    monkeypatch.setattr("kvtide.offload.breaker._FIRST_REST_S", 0.0)
+    store = AwkwardStore(host(16 << 20))
+    rules = {(Event.COMMITTED, kind): Action.KEEP for kind in (Kind.FULL_ATTENTION, Kind.SLIDING_WINDOW)}
+    first = Engine(LAYOUTS["gemma"], store, store_policy=StorePolicy(rules=rules))
+    first.run(first.admit("a", prompt(1, 200)), 200)
+    store.failing = True
+    first.offload.preempt(0)
+    first.flush()
+    store.failing = False
+    first.resume(0)  # the device still has it
+    first.settle(0)
+    first.run(0, 205)
+    first.offload.release(0)
+    first.flush()
+    first.close()
+    second = Engine(LAYOUTS["gemma"], store)
+    assert second.settle(second.admit("b", prompt(1, 200))) == 192
+    second.close()
+    store.close()
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_windows_are_stored_where_prompts_part(restarts):
+    """Two prompts begin with the same 100 tokens; where they parted, the third one hits."""
+    store = host(16 << 20)
+    engine = Engine(LAYOUTS["gemma"], store)
+    for number, name in enumerate("ab"):
+        row = engine.admit(name, prompt(1, 100) + prompt(10 + number, 100))
         engine.settle(row)
-        if rank:  # its heads are not there yet, and a hit needs all groups
-            assert engine.manager.committed[row] == 0
-        engine.compute(row, 200)
+        engine.run(row, 200)
         engine.offload.release(row)
         engine.flush()
-        num_bytes.append(engine.transfers.counts["put_stored_bytes"])
-        engine.close()
-    groups = {group.fmt.group.spec.kind: group for group in engine.manager.groups}
-    latents = next(g for kind, g in groups.items() if "mla" in kind)
-    assert num_bytes[0] - num_bytes[1] == 192 // latents.fmt.block_size * latents.fmt.block_bytes * latents.fmt.tables
-    for rank in range(2):
-        engine = Engine(whole.shard(2), store, pages=200, full_layout=whole, tp_rank=rank, tp_size=2)
-        row = engine.admit("a", prompt(1, 200))
-        engine.settle(row)
-        assert engine.manager.committed[row] == 192
-        engine.check_reads(row)
-        engine.close()
-    store.close()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("seed", range(3))
-def test_random_traffic_with_faults(layout, seed, monkeypatch):
-    monkeypatch.setattr("kvtide.offload.breaker._FIRST_REST_S", 0.002)
-    monkeypatch.setattr("kvtide.offload.breaker._LONGEST_REST_S", 0.01)
-    rng = random.Random(f"{layout} {seed}")
-    before = threading.active_count()
-    store = AwkwardStore(host(2 << 20))
-    engine = Engine(LAYOUTS[layout], store, pages=40, staging_bytes=rng.choice([1 << 20, 100_000]))
-    running, waiting, asked, count = [], [], [], 0
-    for step in range(300):
-        store.failing, store.lying = rng.random() < 0.03, rng.random() < 0.01
-        (store.gate.clear if rng.random() < 0.04 else store.gate.set)()
-        if len(running) + len(waiting) < 4 and rng.random() < 0.3:
-            # Half are new prompts that share a beginning; half are asked again, or go on from an earlier one.
-            tokens = prompt(rng.randrange(3), rng.randrange(20, 180)) + prompt(100 + count, rng.randrange(1, 30))
-            if asked and rng.random() < 0.5:
-                tokens = rng.choice(asked)[:250] + prompt(100 + count, rng.choice([0, 0, 20]))
-            asked.append(tokens)
-            running.append(engine.admit(f"r{count}", tokens))
-            count += 1
-        if waiting and rng.random() < 0.3:
-            row = waiting.pop()
-            engine.offload.resume(row)
-            running.append(row)
-        action = rng.random()
-        if running and action < 0.06:
-            row = running.pop(rng.randrange(len(running)))
-            engine.offload.preempt(row)
-            waiting.append(row)
-        elif running and action < 0.16:
-            engine.offload.release(running.pop(rng.randrange(len(running))))
-        elif waiting and action < 0.18:
-            engine.offload.release(waiting.pop())
-        elif action < 0.22:
-            engine.manager.reset_cache()
-        engine.offload.poll()
-        if running and not engine.step(running, rng.choice([1, 30, 64]), rng):
-            engine.offload.preempt(row := running.pop())
-            waiting.append(row)
-        engine.manager.check()
-        time.sleep(0.0003 if step % 5 else 0.002)
-    store.gate.set()
-    store.failing = store.lying = False
-    for row in running + waiting:
-        engine.offload.release(row)
-    engine.flush()
-    assert engine.offload.counts["tokens_store"] > 0
+        if restarts:
+            engine.close()
+            engine = Engine(LAYOUTS["gemma"], store)
+    third = Engine(LAYOUTS["gemma"], store)
+    assert third.settle(third.admit("c", prompt(1, 100) + prompt(12, 100))) == 96
+    third.close()
     engine.close()
-    assert store.open_leases == 0
     store.close()
-    assert threading.active_count() == before
+
+
+def test_windows_are_stored_where_the_engine_says_that_turns_end():
+    store = host(16 << 20)
+    engine = Engine(LAYOUTS["gemma"], store)
+    engine.run(engine.admit("a", prompt(2, 100) + prompt(20, 100), turn_ends=[100]), 200)
+    engine.flush()
+    second = Engine(LAYOUTS["gemma"], store)
+    assert second.settle(second.admit("b", prompt(2, 100) + prompt(21, 100))) == 96
+    second.close()
+    engine.close()
+    store.close()
+
+
+def test_what_the_device_still_has_is_not_loaded():
+    store = host(16 << 20)
+    engine = Engine(LAYOUTS["gemma"], store)
+    engine.run(engine.admit("a", prompt(1, 200)), 200)
+    engine.offload.release(0)
+    engine.flush()
+    full, window = (engine.manager.group(name) for name in ("full_attention", "sliding_window"))
+    engine.manager.forget(window.name, window.table.to_entries(engine.manager.pool.evictable_blocks(window.number)))
+    row = engine.admit("b", prompt(1, 200))
+    assert engine.settle(row) == 192
+    by_kind = engine.offload.stats().bytes_by_kind
+    assert by_kind["store", Kind.SLIDING_WINDOW] > 0
+    assert ("store", full.fmt.group.spec.kind) not in by_kind
+    engine.run(row, 205)
+    engine.close()
+    store.close()
+
+
+def test_prompts_with_images_that_nobody_named_share_nothing_across_processes():
+    store = host(16 << 20)
+    for name in "ab":
+        engine = Engine(LAYOUTS["images"], store)
+        row = engine.admit(name, prompt(1, 200), image_tokens=20)
+        assert engine.settle(row) == 0
+        engine.run(row, 205)
+        engine.offload.release(row)
+        engine.flush()
+        engine.close()
+    store.close()
+
+
+def test_a_drafter_that_recomputes_the_last_block_gets_a_hit_one_block_shorter():
+    for layout in ("full", "gemma"):
+        store = host(16 << 20)
+        first = Engine(LAYOUTS[layout], store, drop_last_block=True)
+        first.run(first.admit("a", prompt(1, 200)), 200)
+        first.offload.release(0)
+        first.flush()
+        first.close()
+        second = Engine(LAYOUTS[layout], store, drop_last_block=True)
+        row = second.admit("b", prompt(1, 200))
+        assert second.settle(row) == 192 - second.manager.load_step
+        second.run(row, 205)
+        second.close()
+        store.close()
+
+
+def test_requests_for_the_same_prefix_load_it_once():
+    store = host(16 << 20)
+    first = Engine(LAYOUTS["gemma"], store)
+    first.run(first.admit("a", prompt(1, 200)), 200)
+    first.offload.release(0)
+    first.flush()
+    first.close()
+    second = Engine(LAYOUTS["gemma"], store)
+    rows = [second.admit(name, prompt(1, 200)) for name in "bcd"]
+    assert [second.settle(row) for row in rows] == [192, 192, 192]
+    assert second.offload.stats().tokens["store"] == 192
+    for row in rows:
+        second.run(row, 205)
+    second.close()
+    # Also when the one that loads is aborted, and when there is nothing to load.
+    gate = AwkwardStore(store)
+    third = Engine(LAYOUTS["gemma"], gate)
+    gate.gate.clear()
+    rows = [third.admit(name, prompt(1, 200)) for name in "bcd"]
+    third.offload.poll()
+    third.offload.abort("b")
+    gate.gate.set()
+    assert [third.settle(row) for row in rows[1:]] == [192, 192]
+    rows = [third.admit(name, prompt(5, 200)) for name in "ef"]
+    assert [third.settle(row) for row in rows] == [0, 0]
+    third.close()
+    assert gate.open_leases == 0
+    store.close()
+
+
+def test_a_load_and_a_window_larger_than_staging_go_through_it_in_turns():
+    store = host(16 << 20)
+    staging = 16 << 12
+    first = Engine(LAYOUTS["gemma"], store, staging_bytes=staging)
+    first.run(first.admit("a", prompt(1, 500)), 500)
+    first.offload.release(0)
+    first.flush()
+    first.close()
+    second = Engine(LAYOUTS["gemma"], store, staging_bytes=staging)
+    row = second.admit("b", prompt(1, 500))
+    assert second.settle(row) == 496
+    assert second.transfers.counts["get_hit_bytes"] > staging
+    second.run(row, 505)
+    second.close()
+    store.close()
+
+
+def test_no_more_is_held_than_allowed_and_the_rest_is_stored_later():
+    store = AwkwardStore(host(16 << 20))
+    engine = Engine(LAYOUTS["full"], store, max_held_bytes=40_000, staging_bytes=1 << 14)
+    store.gate.clear()  # nothing leaves staging
+    row = engine.admit("a", prompt(1, 500))
+    engine.offload._loads = False
+    engine.run(row, 300) if engine.offload.ready(row) else None
+    store.gate.set()
+    engine.settle(row)
+    store.gate.clear()
+    engine.run(row, 400)
+    assert 0 < engine.offload.stats().held_bytes <= 40_000
+    assert engine.offload.stats().counts["put_over_hold_bound"] > 0
+    store.gate.set()
+    while int(engine.manager.committed[row]) < 550:
+        engine.flush()
+        engine.run(row, int(engine.manager.committed[row]) + 5)
+    engine.flush()
+    engine.offload.release(row)
+    engine.flush()
+    engine.close()
+    second = Engine(LAYOUTS["full"], store)
+    assert second.settle(second.admit("b", prompt(1, 500))) == 496
+    second.close()
+    store.close()
+
+
+@pytest.mark.parametrize("lost", ["full_attention", "sliding_window"])
+def test_what_did_not_arrive_is_computed_and_no_more(lost):
+    """Values vanish between look-up and load."""
+    store = host(16 << 20)
+    first = Engine(LAYOUTS["gemma"], store, store_policy=StorePolicy(every_tokens=64))
+    first.run(first.admit("a", prompt(1, 200)), 200)
+    first.offload.release(0)
+    first.flush()
+    first.close()
+    second = Engine(LAYOUTS["gemma"], store)
+    row = second.admit("b", prompt(1, 200))
+    load = second.offload._active[row]
+    while load.look_up.statuses is None:
+        pass
+    # The last block of the group, of the longest length.
+    group = second.manager.group(lost)
+    (chain,) = second.manager.keys(row, 11, 12)
+    space = second.offload._plan._cuts[group.number][0].spaces[0][0][0]
+    load.look_up.close()
+    assert store.delete([space + chain]) == [Status.DELETED]
+    # The windows at 128 are the longest that are left; full attention up to 192 stays on the device.
+    assert second.settle(row) == 128
+    assert second.offload.stats().counts["load_miss"] == 1
+    again = second.manager.blocks_of(row, "full_attention", np.arange(11 * 16 // 16))
+    assert (again >= 0).all()
+    second.run(row, 205)
+    second.close()
+    store.close()
+
+
+def test_close_in_the_middle_of_everything_and_release_afterwards():
+    store = AwkwardStore(host(16 << 20))
+    engine = Engine(LAYOUTS["gemma"], store)
+    engine.run(engine.admit("a", prompt(1, 200)), 200)
+    engine.flush()
+    store.gate.clear()
+    engine.admit("b", prompt(1, 100) + prompt(2, 100))
+    engine.run(0, 230)
+    engine.offload.poll()
+    assert not engine.offload.close(0.05)  # the store hangs
+    assert engine.offload.stats().held_bytes == 0
+    store.gate.set()
+    engine.offload.abort("b")
+    engine.offload.release(0)
+    engine.manager.check()
+    assert engine.manager.pool.refs.sum() == 0
+
+
+def four_headed_state():
+    return RecurrentState((Component("conv", (4, 4), "float32"), Component("ssm", (4, 8), "float32")), max_shards=4)
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def rank_of(layout, store, rank, size, **options):
+    share = layout.shard(size) if size > 1 else layout
+    return Engine(share, store, full_layout=layout, tp_rank=rank, tp_size=size, **options)
+
+
+def write_from(layout, store, size, tokens):
+    """All ranks of a TP size compute a prompt; returns the bytes that each stored."""
+    written = []
+    for rank in range(size):
+        engine = rank_of(layout, store, rank, size)
+        engine.settle(engine.admit("a", tokens))
+        engine.run(0, len(tokens) + 1, most=16)
+        engine.offload.release(0)
+        engine.flush()
+        written.append(
+            {kind: n for (tier, kind), n in engine.offload.stats().bytes_by_kind.items() if tier == "stored"}
+        )
+        engine.close()
+    return written
+
+
+def test_ranks_share_what_every_rank_holds_and_keep_their_heads_apart():
+    layout = layout_of("mixed", (2, MLA(32, 16, "float16")), (2, FullAttention(2, 16, 16)))
+    store = host(16 << 20)
+    first, second = write_from(layout, store, 2, prompt(1, 200))
+    assert first[Kind.MLA] > 0
+    assert Kind.MLA not in second
+    assert first[Kind.FULL_ATTENTION] == second[Kind.FULL_ATTENTION] > 0
+    for rank in range(2):
+        engine = rank_of(layout, store, rank, 2)
+        assert engine.settle(engine.admit("a", prompt(1, 200))) == 192
+        engine.run(0, 205)
+        engine.close()
+    store.close()
+
+
+def test_of_ranks_that_hold_the_same_heads_one_writes():
+    layout = layout_of("few-heads", (2, FullAttention(2, 16, 16)))
+    store = host(16 << 20)
+    written = write_from(layout, store, 4, prompt(1, 100))
+    assert [bool(rank) for rank in written] == [True, False, True, False]
+    # Two ranks of the same model hold the same shares, so they read the same values.
+    for rank in range(2):
+        engine = rank_of(layout, store, rank, 2)
+        assert engine.settle(engine.admit("a", prompt(1, 100))) == 96
+        engine.close()
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["heads", "states"])
+def test_what_four_ranks_wrote_two_ranks_and_one_read_head_by_head(name):
+    spec = SlidingWindow(4, 8, 16, window=40)
+    layout = layout_of("heads", (2, FullAttention(4, 8, 16)), (3, spec), (1, MLA(32, 16, "float16")))
+    if name == "states":
+        layout = layout_of("state-heads", (1, FullAttention(4, 8, 16)), (2, four_headed_state()))
+    store = host(16 << 20)
+    write_from(layout, store, 4, prompt(1, 200))
+    for size in (2, 1):
+        for rank in range(size):
+            engine = rank_of(layout, store, rank, size, stores=False)
+            assert engine.settle(engine.admit("a", prompt(1, 200))) == 0  # nobody told it
+            engine.close()
+            engine = rank_of(layout, store, rank, size, read_tp_sizes=[4])
+            assert engine.settle(engine.admit("a", prompt(1, 200))) == 192
+            engine.run(0, 205)
+            engine.close()
+    # Some blocks in the own cut, some in the finer one.
+    write_from(layout, store, 2, prompt(1, 100))
+    engine = rank_of(layout, store, 1, 2, read_tp_sizes=[4])
+    assert engine.settle(engine.admit("a", prompt(1, 200))) == 192
+    engine.run(0, 205)
+    engine.close()
+    with pytest.raises(ConfigError, match="read_tp_sizes has 1, whose values are coarser than those of 2"):
+        rank_of(layout, store, 0, 2, read_tp_sizes=[1])
+    store.close()
+
+
+def test_a_share_that_is_none_of_the_whole_is_an_error():
+    layout = layout_of("heads", (2, FullAttention(4, 8, 16)))
+    store = host()
+    with pytest.raises(ConfigError, match="is not the share of one of 4 ranks"):
+        Engine(layout.shard(2), store, full_layout=layout, tp_rank=0, tp_size=4)
+    with pytest.raises(ConfigError, match="tp_rank 2 must be from 0 to 1"):
+        Engine(layout.shard(2), store, full_layout=layout, tp_rank=2, tp_size=2)
+    store.close()
