@@ -50,8 +50,11 @@ def kill_writers(name: str, settings: dict[str, Any], size: int, within: float =
             try:
                 assert writer.stdout is not None
                 assert "open\n" in iter(writer.stdout.readline, "")  # a library may say things of its own before
+                lines = []
+                if kill % 2:  # at any point after something was acknowledged, however slow this machine is
+                    lines.append(writer.stdout.readline().strip())
                 killer = services.after(rng.random() * within, writer.kill)
-                lines = writer.stdout.read().splitlines()
+                lines += writer.stdout.read().splitlines()
                 killer.join()
             finally:
                 writer.kill()
