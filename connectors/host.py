@@ -28,7 +28,7 @@ from kvtide.offload.sealing import unseal
 from kvtide.offload.store import Entry, Lease, Status, StoreStats
 from kvtide.offload.values import CODEC_RAW, HEADER_BYTES, BadValue, Header, pack_header, parse_header
 
-from .remote import CodecName, RemoteStore
+from .base import BaseConnector, CodecName
 from .slab import Extent, Slab, round_up
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class _Pins(Lease):
         self._store._unpin(values)
 
 
-class HostConnector(RemoteStore):
+class HostConnector(BaseConnector):
     """Values in host memory; lost when it is closed."""
 
     Config = HostConfig

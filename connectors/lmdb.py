@@ -41,10 +41,10 @@ from kvtide.offload.store import Entry, Lease, Status, StoreStats
 from kvtide.offload.values import HEADER_BYTES, BadValue, Header
 
 from . import recovery
+from .base import BaseConnector, CodecName
 from .files import PAGE, fault_kind
 from .index import Index, Place
 from .parallel import Parallel
-from .remote import CodecName, RemoteStore
 from .segment_reader import SegmentReader
 from .segment_writer import SegmentWriter
 from .segments import Segments, now
@@ -85,7 +85,7 @@ class LMDBConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     read_only: Annotated[bool, Meta(description="Whether to only load, beside the process that stores.")] = False
 
 
-class LMDBConnector(RemoteStore):
+class LMDBConnector(BaseConnector):
     """Values on a local disk, for one writing process and any number of reading ones.
 
     `ConfigError` for a path that holds something else, another version's store, or one that another process writes.

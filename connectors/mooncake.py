@@ -30,8 +30,8 @@ from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Entry, Status, StoreStats
 from kvtide.offload.values import HEADER_BYTES, Header
 
+from .base import BaseConnector, CodecName, key_of, present
 from .lanes import Lane, Lanes, aligned, parts
-from .remote import CodecName, RemoteStore, key_of, present
 
 # The library's codes.
 _NO_SPACE, _INVALID, _NOT_READY, _NOT_FOUND, _EXISTS, _LEASE_EXPIRED = -200, -600, -703, -704, -705, -707
@@ -75,7 +75,7 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     timeout_seconds: Annotated[float, Meta(description="A call that takes longer is an error.", gt=0, le=600)] = 10.0
 
 
-class MooncakeConnector(RemoteStore):
+class MooncakeConnector(BaseConnector):
     """The store; see the module. Raises `ConfigError` when the master cannot be reached or refuses the client."""
 
     Config = MooncakeConfig

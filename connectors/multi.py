@@ -35,7 +35,7 @@ from kvtide.offload.quota import Quotas
 from kvtide.offload.store import Entry, Lease, Status, Store, StoreStats
 from kvtide.offload.values import HEADER_BYTES, Header
 
-from .remote import RemoteStore
+from .base import BaseConnector
 from .tiers import Tier, TierConfig
 from .writeback import THERE, Marks, Pending, Writer, delete_from, put_with_room
 
@@ -87,7 +87,7 @@ class _Leases(Lease):
             lease.close()
 
 
-class MultiConnector(RemoteStore):
+class MultiConnector(BaseConnector):
     """Several stores as one."""
 
     Config = MultiConfig

@@ -25,11 +25,11 @@ from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Entry, Status
 from kvtide.offload.values import HEADER_BYTES, BadValue, Header
 
+from .base import BaseConnector, CodecName, present
 from .files import NO_ROOM
 from .lanes import Lane, Lanes, aligned, parts
 from .nixl_agent import Agent
 from .nixl_media import Files, Medium, Moved, Objects
-from .remote import CodecName, RemoteStore, present
 from .s3 import HttpUrl, S3Config
 
 
@@ -61,7 +61,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = 10.0
 
 
-class NixlConnector(RemoteStore):
+class NixlConnector(BaseConnector):
     """The store; see the module. Raises `ConfigError` when the plug-in cannot be created on this machine."""
 
     Config = NixlConfig

@@ -27,10 +27,10 @@ from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Entry, Status, StoreStats
 from kvtide.offload.values import HEADER_BYTES, BadValue, Header, parse_header
 
+from .base import BaseConnector
 from .lanes import Lane, Lanes, aligned, parts
 from .nixl_agent import Agent, Piece
 from .peer_messages import Answer, Contains, Fetch, Heads, Hello, Request, Scan, Stats, receive_answer, send
-from .remote import RemoteStore
 
 PAGE_OF_ENTRIES = 10_000
 
@@ -134,7 +134,7 @@ class Peer:
             raise Lost("timeout" if isinstance(error, TimeoutError) else "connection") from None
 
 
-class NixlPeerConnector(RemoteStore):
+class NixlPeerConnector(BaseConnector):
     """The store; see the module. Raises `ConfigError` when UCX cannot be created; the peer may come later."""
 
     Config = NixlPeerConfig

@@ -25,7 +25,7 @@ from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Entry, Status, StoreStats
 from kvtide.offload.values import HEADER_BYTES, Header
 
-from .remote import CodecName, RemoteStore, key_of, present, secret
+from .base import BaseConnector, CodecName, key_of, present, secret
 
 STRING_LIMIT = 512 << 20  # of the server
 _BATCH_BYTES = 8 << 20  # of one pipeline: held in memory beside the caller's buffers
@@ -73,7 +73,7 @@ class RedisConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return f"RedisConfig(url={_shown(self.url)!r}, cluster={self.cluster}, prefix={self.prefix!r})"
 
 
-class RedisConnector(RemoteStore):
+class RedisConnector(BaseConnector):
     """The store; see the module. Raises `ConfigError` when opened with credentials that the server refuses."""
 
     Config = RedisConfig

@@ -28,7 +28,7 @@ from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Entry, Status
 from kvtide.offload.values import HEADER_BYTES, Header
 
-from .remote import CodecName, RemoteStore, key_of
+from .base import BaseConnector, CodecName, key_of
 
 LEAST_PART = 5 << 20  # of a multipart upload, by the service's rules
 _DELETED_AT_ONCE = 1000
@@ -72,7 +72,7 @@ class S3Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     retries: Annotated[int, Meta(description="How often a request that failed is tried again.", ge=0, le=10)] = 1
 
 
-class S3Connector(RemoteStore):
+class S3Connector(BaseConnector):
     """The store; see the module. Raises `ConfigError` for a bucket that is not there or may not be used."""
 
     Config = S3Config

@@ -34,10 +34,10 @@ from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Entry, Lease, Status, StoreStats
 from kvtide.offload.values import HEADER_BYTES, BadValue, Header, parse_header
 
+from .base import BaseConnector, CodecName
 from .files import NO_ROOM, fault_kind, read_all, write_all
 from .leases import Holds
 from .parallel import Parallel
-from .remote import CodecName, RemoteStore
 from .shared_room import Room, Totals
 from .shared_tree import Tree
 from .value_io import read_value, write_raw
@@ -71,7 +71,7 @@ class SharedStorageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     read_only: Annotated[bool, Meta(description="Whether to only load.")] = False
 
 
-class SharedStorageConnector(RemoteStore):
+class SharedStorageConnector(BaseConnector):
     """Values as files in a directory that many engines share."""
 
     Config = SharedStorageConfig

@@ -19,8 +19,8 @@ from typing import NamedTuple, TypeVar
 
 from kvtide.offload.keys import SPACE_BYTES, StoreKey
 
+from .base import key_of
 from .files import make_private, sync_directory
-from .remote import key_of
 
 _FORMAT = "kvtide-1"
 _FAN_OUT = 3

@@ -1,4 +1,4 @@
-"""What the stores that live in other processes share: arguments checked, outcomes counted, closing in order.
+"""What the connectors share: arguments checked, outcomes counted, closing in order.
 
 A subclass answers for one batch in `_contains`, `_get`, `_put`, `_delete` and `_headers`, with one status per key and
 without raising; a fault it meets it counts with `_fault`. No call runs any more when `_shut` is called.
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 CodecName = Annotated[str, Meta(description=f"How values are packed: {', '.join(CODECS)}; fp8 changes numbers.")]
 
 
-class RemoteStore(Store):
-    """A store whose values are elsewhere. `codec` packs the values that it stores; it reads those of any codec."""
+class BaseConnector(Store):
+    """A store that answers batch by batch. `codec` packs the values that it stores; it reads those of any codec."""
 
     def __init__(self, codec: str = "raw") -> None:
         self._codec = codec_named(codec)
