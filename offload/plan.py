@@ -1,11 +1,12 @@
 """What a rank's blocks are in the store: keys, byte ranges, and how long a prefix store and device can serve together.
 
-    block of a table   | layer 0: K [token, head, dim], V [token, head, dim] | layer 1: ... |
-    value, own cut     | all of it                                                          |
+    block of a group   | layer 0: K [token, head, dim], V [token, head, dim] | layer 1: ... |
+    value, own cut     | all of it, without padding                                         |
     values, finer cut  | heads 0..h/2 of every array and token, in that order | heads h/2..h |
 
-A block is one value under its own cut of the heads. Ranks of a larger TP size wrote finer cuts: two or more values a
-block, whose bytes are scattered over it by head. Groups that every rank holds alike (MLA latents, and heads where
+A block is one value under its own cut of the heads: its layers in their order, however many tables the geometry has
+spread them over. Ranks of a larger TP size wrote finer cuts: two or more values a block, whose bytes are scattered over
+it by head. Groups that every rank holds alike (MLA latents, and heads where
 there are fewer of them than ranks) have one writer. A block's key is the chain key at the end of its base block; what
 else tells values apart is in their `ValueSpace`.
 """
@@ -31,20 +32,21 @@ from .store import Status
 from .transfers import Value
 
 NOT_THERE = -1
-Segments = tuple[tuple[int, int], ...]
-# Per group number `[blocks, tables]`: the cut under which the store has a block, or NOT_THERE.
+# `(table, byte offset in that table's block, length)`, in the value's order.
+Segments = tuple[tuple[int, int, int], ...]
+# Per group number `[blocks]`: the cut under which the store has a block, or NOT_THERE.
 Found = dict[int, npt.NDArray[np.int8]]
 
 
 class _Cut(NamedTuple):
     """One way in which blocks of a group are cut into values.
 
-    `spaces[part][table]` has a digest per value; `segments[table]` has per value its byte ranges inside the block.
+    `spaces[part]` has a digest per value; `segments` has per value its byte ranges inside the block.
     """
 
     factor: int
-    spaces: list[list[list[bytes]]]
-    segments: list[list[Segments]]
+    spaces: list[list[bytes]]
+    segments: list[Segments]
 
 
 class Question(NamedTuple):
@@ -137,10 +139,7 @@ class BlockPlan:
             blocks[group.number] = logical = logical[lacks]
             places = zip(logical.tolist(), (key_numbers(group, logical) - first).tolist(), strict=True)
             cuts, shared = self._cuts[group.number], group.blocks_per_key
-            spaces = [
-                [space for table in range(group.fmt.tables) for cut in cuts for space in cut.spaces[part][table]]
-                for part in range(shared)
-            ]
+            spaces = [[space for cut in cuts for space in cut.spaces[part]] for part in range(shared)]
             keys += [space + chain[number] for block, number in places for space in spaces[block % shared]]
         return Question(keys, blocks, limit)
 
@@ -151,17 +150,12 @@ class BlockPlan:
         for group in self.groups:
             factors = [cut.factor for cut in self._cuts[group.number]]
             logical = question.blocks[group.number]
-            shape = (len(logical), group.fmt.tables, sum(factors))
-            part = hits[start : start + int(np.prod(shape))].reshape(shape)
+            part = hits[start : start + len(logical) * sum(factors)].reshape(-1, sum(factors))
             start += part.size
             ends = np.cumsum(factors)
-            whole = np.stack(
-                [part[..., end - n : end].all(axis=2) for end, n in zip(ends, factors, strict=True)], axis=2
-            )
-            cuts = np.full(
-                (question.limit // (group.fmt.block_size or group.base), group.fmt.tables), NOT_THERE, np.int8
-            )
-            cuts[logical] = np.where(whole.any(axis=2), whole.argmax(axis=2), NOT_THERE)
+            whole = np.stack([part[:, end - n : end].all(axis=1) for end, n in zip(ends, factors, strict=True)], axis=1)
+            cuts = np.full(question.limit // (group.fmt.block_size or group.base), NOT_THERE, np.int8)
+            cuts[logical] = np.where(whole.any(axis=1), whole.argmax(axis=1), NOT_THERE)
             found[group.number] = cuts
         return found
 
@@ -172,7 +166,9 @@ class BlockPlan:
         common = keeping = np.ones(len(lengths), dtype=np.bool_)
         for group in self.groups:
             here = self._manager.blocks_of(row, group.name, np.arange(limit // (group.fmt.block_size or base))) >= 0
-            can = servable(group, np.where(here.T | (found[group.number] != NOT_THERE), 0, NOT_THERE), lengths)
+            there = here.all(axis=0) | (found[group.number] != NOT_THERE)
+            cells = np.where(there, 0, NOT_THERE)[:, None].repeat(group.fmt.tables, axis=1)
+            can = servable(group, cells, lengths)
             common = common & can
             if not (group.is_bounded or group.is_state):
                 keeping = keeping & can
@@ -184,29 +180,25 @@ class BlockPlan:
     # -- values -------------------------------------------------------------------------------------------------------
 
     def values(self, row: int, run: LoadRun, found: Found | None = None) -> tuple[list[Value], list[int]]:
-        """Values that make up blocks, block by block and table by table, and the logical block of each.
+        """Values that make up blocks, block by block, and the logical block of each.
 
         In the rank's own cut, or in the one that was found.
         """
         group = self._manager.group(run.group)
-        cuts, unit = self._cuts[group.number], self._manager.geometry.unit
+        cuts, layers = self._cuts[group.number], group.fmt.group.layers
         numbers = key_numbers(group, run.logical)
         low = int(numbers.min(initial=0))
         chain = self._manager.keys(row, low, int(numbers.max(initial=0)) + 1)
-        layers = [_layers_of(group.fmt, table) for table in range(group.fmt.tables)]
+        starts = (run.entries.T.astype(np.int64) * self._manager.geometry.unit).tolist()
         values: list[Value] = []
         blocks: list[int] = []
-        for at, (block, number) in enumerate(zip(run.logical.tolist(), numbers.tolist(), strict=True)):
-            for table in range(group.fmt.tables):
-                # What was never found is asked for in the own cut, and is a miss.
-                cut = cuts[max(int(found[group.number][block, table]), 0) if found is not None else 0]
-                start = int(run.entries[table, at]) * unit
-                for space, segments in zip(
-                    cut.spaces[block % group.blocks_per_key][table], cut.segments[table], strict=True
-                ):
-                    placed = tuple((start + offset, length) for offset, length in segments)
-                    values.append(Value(space + chain[number - low], placed, layers[table]))
-                    blocks.append(block)
+        for block, number, start in zip(run.logical.tolist(), numbers.tolist(), starts, strict=True):
+            # What was never found is asked for in the own cut, and is a miss.
+            cut = cuts[max(int(found[group.number][block]), 0) if found is not None else 0]
+            for space, segments in zip(cut.spaces[block % group.blocks_per_key], cut.segments, strict=True):
+                placed = tuple([(start[table] + offset, length) for table, offset, length in segments])
+                values.append(Value(space + chain[number - low], placed, layers))
+                blocks.append(block)
         return values, blocks
 
 
@@ -215,42 +207,37 @@ def _num_parts(full: LayerSpec, share: LayerSpec) -> int:
     return (full.bytes_per_token or full.state_bytes) // (share.bytes_per_token or share.state_bytes)
 
 
-def _layers_of(fmt: BlockFormat, table: int) -> tuple[int, ...]:
-    return fmt.group.layers[table * fmt.layers_per_block : (table + 1) * fmt.layers_per_block]
-
-
 def _make_cut(group: ManagedGroup, spec: LayerSpec, own: HeadPart, factor: int, model: str, revision: str) -> _Cut:
     heads = own.finer(factor)
-    tables = range(group.fmt.tables)
 
-    def digest(part: int, table: int, head: HeadPart) -> bytes:
+    def digest(part: int, head: HeadPart) -> bytes:
         # Where several blocks share a key, each is a part of what the key stands for.
-        text = f"{spec!r} part {part} of {group.blocks_per_key}"
         return ValueSpace(
             model=model,
             revision=revision,
-            layer_spec=text,
-            layers=_layers_of(group.fmt, table),
+            layer_spec=f"{spec!r} part {part} of {group.blocks_per_key}",
+            layers=group.fmt.group.layers,
             heads=head,
             block_tokens=group.fmt.block_size,
         ).digest()
 
-    spaces = [[[digest(part, t, head) for head in heads] for t in tables] for part in range(group.blocks_per_key)]
-    return _Cut(factor, spaces, [_segments(group.fmt, len(_layers_of(group.fmt, t)), factor) for t in tables])
+    spaces = [[digest(part, head) for head in heads] for part in range(group.blocks_per_key)]
+    return _Cut(factor, spaces, _segments(group.fmt, factor))
 
 
-def _segments(fmt: BlockFormat, num_layers: int, factor: int) -> list[Segments]:
-    """Byte ranges inside a block of each of `factor` equal cuts of its heads; padding is in none."""
-    cuts: list[list[tuple[int, int]]] = [[] for _ in range(factor)]
-    for layer in range(num_layers):
+def _segments(fmt: BlockFormat, factor: int) -> list[Segments]:
+    """Byte ranges of a block of each of `factor` equal cuts of its heads; padding is in none."""
+    cuts: list[list[tuple[int, int, int]]] = [[] for _ in range(factor)]
+    for layer in fmt.group.layers:
+        table, layer_start = fmt.place(layer)
         for component in fmt.group.spec.components():
             share = component.num_bytes // factor
-            first = layer * fmt.layer_bytes + fmt.component_offset(component.name)
+            first = layer_start + fmt.component_offset(component.name)
             for token in range(max(fmt.block_size, 1)):
                 for number, cut in enumerate(cuts):
                     start = first + token * component.num_bytes + number * share
-                    if cut and sum(cut[-1]) == start:
-                        cut[-1] = (cut[-1][0], cut[-1][1] + share)
+                    if cut and cut[-1][0] == table and cut[-1][1] + cut[-1][2] == start:
+                        cut[-1] = (table, cut[-1][1], cut[-1][2] + share)
                     else:
-                        cut.append((start, share))
+                        cut.append((table, start, share))
     return [tuple(cut) for cut in cuts]

@@ -35,7 +35,7 @@ NEVER = np.iinfo(np.int64).max
 
 
 class _Piece(NamedTuple):
-    """Held blocks that wait for staging memory; `ids[i]` is the block of `values[i]`."""
+    """Held blocks that wait for staging memory; `ids[i]` are those of `values[i]`, one a table."""
 
     salt: str
     values: list[Value]
@@ -162,9 +162,11 @@ class Storing:
                     self._unhold(piece)
             if transfer.released and transfer.statuses is not None:
                 del self._puts[transfer]
-                ids = np.concatenate([piece.ids for piece in batch])
-                failed = [status not in (Status.STORED, Status.PRESENT) for status in transfer.statuses]
-                self._marks[ids[np.array(failed)]] = 0
+                failed = np.array([status not in (Status.STORED, Status.PRESENT) for status in transfer.statuses])
+                start = 0
+                for piece in batch if failed.any() else ():
+                    self._marks[piece.ids[failed[start : start + len(piece.ids)]]] = 0
+                    start += len(piece.ids)
         self._pump()
 
     def close(self) -> None:
@@ -258,15 +260,16 @@ class Storing:
             return False
         salt = self._manager.salt(row)
         for group, whole in runs:
-            at_once = max(self._put_bytes // (staging_bytes(group.fmt.block_bytes) * group.fmt.tables), 1)
+            value_bytes = group.fmt.block_bytes * group.fmt.tables
+            at_once = max(self._put_bytes // staging_bytes(value_bytes), 1)
             for first in range(0, len(whole.logical), at_once):
                 run = _chosen(whole, slice(first, first + at_once))
                 hold = self._manager.hold(row, group.name, run.entries)
                 self._holds.add(hold)
                 values, _ = self._plan.values(row, run)
-                ids = group.table.to_ids(run.entries).T.ravel()
+                ids = group.table.to_ids(run.entries).T
                 needs = len(values) * staging_bytes(values[0].num_bytes)
-                size = len(values) * group.fmt.block_bytes
+                size = len(values) * value_bytes
                 self._queue.append(_Piece(salt, values, ids, size, needs, hold))
                 self._bytes_by_kind["stored", group.fmt.group.spec.kind] += size
                 if not self._is_written_through or group.is_bounded or group.is_state:

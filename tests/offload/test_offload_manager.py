@@ -407,7 +407,7 @@ def test_what_did_not_arrive_is_computed_and_no_more(lost):
     # The last block of the group, of the longest length.
     group = second.manager.group(lost)
     (chain,) = second.manager.keys(row, 11, 12)
-    space = second.offload._plan._cuts[group.number][0].spaces[0][0][0]
+    space = second.offload._plan._cuts[group.number][0].spaces[0][0]
     load.look_up.close()
     assert store.delete([space + chain]) == [Status.DELETED]
     # The windows at 128 are the longest that are left; full attention up to 192 stays on the device.
