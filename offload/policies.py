@@ -53,6 +53,9 @@ class StorePolicy:
     that the engine names (`turn_ends`), where a prompt parts from what was there before (`junctions`: the next such
     prompt parts there too), and every so many tokens (`every_tokens`, 0: nowhere else). With recurrent states only
     where a checkpoint is, since no hit ends anywhere else.
+
+    Whole blocks of a prompt are stored as they are computed; those of generated text at least `generated_tokens` at a
+    time, so that a decode step seldom has anything to do; what is left when the row leaves is stored then.
     """
 
     rules: Mapping[tuple[Event, Kind], Action] = field(default_factory=dict)
@@ -60,10 +63,15 @@ class StorePolicy:
     turn_ends: bool = True
     junctions: bool = True
     every_tokens: int = 0
+    generated_tokens: int = 256
 
     def __post_init__(self) -> None:
-        if self.every_tokens < 0:
-            raise ConfigError(f"every_tokens {self.every_tokens} must be at least 0")
+        for name, value, least in (
+            ("every_tokens", self.every_tokens, 0),
+            ("generated_tokens", self.generated_tokens, 1),
+        ):
+            if value < least:
+                raise ConfigError(f"{name} {value} must be at least {least}")
         for (event, kind), action in self.rules.items():
             if (event, kind) not in DEFAULT_RULES or (event is Event.OUT_OF_WINDOW and kind in WHOLE_KINDS):
                 raise ConfigError(f"a {kind} block has no event {event} that a rule could be for")

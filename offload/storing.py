@@ -87,6 +87,7 @@ class Storing:
         # By block id, the mark of the content that was put from it or loaded into it.
         self._marks = np.zeros(len(manager.pool.refs), dtype=np.uint64)
         self._is_written_through = all(policy.stores(Event.COMMITTED, g.fmt.group.spec.kind) for g in self._whole)
+        self._stores_committed = any(policy.stores(Event.COMMITTED, g.fmt.group.spec.kind) for g in self._whole)
         step = manager.load_step
         self._every = -(-policy.every_tokens // step) * step if not self._has_states else 0
 
@@ -185,9 +186,12 @@ class Storing:
 
     def _set_due(self, row: int) -> None:
         nexts = self._ends[row][:1] if self._bounded else []
-        if self._sliding or any(self._policy.stores(Event.COMMITTED, g.fmt.group.spec.kind) for g in self._whole):
-            base = self._manager.base
+        base, stored = self._manager.base, int(self._stored[row])
+        if self._sliding:
             nexts = [*nexts, (int(self._manager.committed[row]) // base + 1) * base]
+        if self._stores_committed:
+            is_prompt = stored + base <= self._manager.prompt_tokens(row)
+            nexts = [*nexts, stored + (base if is_prompt else max(base, self._policy.generated_tokens))]
         self._due[row] = min(nexts, default=NEVER)
 
     def _store_whole(self, row: int, event: Event) -> bool:

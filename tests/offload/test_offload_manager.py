@@ -157,13 +157,35 @@ def test_roles():
     store.close()
 
 
+def test_generated_text_is_stored_so_many_tokens_at_a_time():
+    store = host(16 << 20)
+    engine = Engine(LAYOUTS["gemma"], store, store_policy=StorePolicy(generated_tokens=64), loads=False)
+    block_bytes = sum(g.fmt.block_bytes * g.fmt.tables for g in engine.manager.groups if not g.is_bounded)
+
+    def blocks():
+        engine.flush()
+        return engine.offload.stats().bytes_by_kind["stored", Kind.FULL_ATTENTION] // block_bytes
+
+    row = engine.admit("a", prompt(1, 200))
+    seen = {}
+    for upto in (64, 199, 200, 255, 256, 319, 320):
+        engine.run(row, upto)
+        seen[upto] = blocks()
+    # Of the prompt every whole block at once, then 64 tokens at a time: 192, 256, 320.
+    assert seen == {64: 4, 199: 12, 200: 12, 255: 12, 256: 16, 319: 16, 320: 20}
+    engine.run(row, 340)
+    engine.offload.release(row)
+    assert blocks() == 21
+    engine.close()
+
+
 def test_every_event_and_kind_is_stored_kept_or_dropped_as_the_rules_say():
     gemma, window, full = LAYOUTS["gemma"], Kind.SLIDING_WINDOW, Kind.FULL_ATTENTION
 
     def stored(rules, **options):
         """Bytes stored by kind while a prompt of 200 runs, after its end, and what a second one hits on the device."""
         store = host(16 << 20)
-        engine = Engine(gemma, store, store_policy=StorePolicy(rules=rules, **options), loads=False)
+        engine = Engine(gemma, store, store_policy=StorePolicy(rules=rules, generated_tokens=1, **options), loads=False)
         engine.run(engine.admit("a", prompt(1, 200)), 210)
         engine.flush()
         running = dict(engine.offload.stats().bytes_by_kind)
