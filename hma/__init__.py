@@ -1,7 +1,7 @@
 """Who owns which block now: the hybrid memory manager, drafts and thinking budgets."""
 
 from .accounting import MemoryByCause
-from .cache import Pin
+from .cache import Evicted, Pin
 from .drafts import DraftAccounting, DraftCounts
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from .hashing import Item
@@ -17,6 +17,7 @@ __all__ = [
     "Copy",
     "DraftAccounting",
     "DraftCounts",
+    "Evicted",
     "Forcing",
     "HybridMemoryManager",
     "Item",

@@ -1,13 +1,13 @@
 """The prefix cache: which blocks stay after their requests have gone, under which keys, for how long, and who is told.
 
 It stands between the pool, which knows blocks but no keys, and the prefix index, which knows keys but no references.
-The pool calls `evicted` when it takes cached blocks for something else. Pins hold prefixes, quotas bound what a salt
+The pool calls `reclaimed` when it takes cached blocks for something else. Pins hold prefixes, quotas bound what a salt
 leaves behind, events let a router follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +33,19 @@ class Pin(NamedTuple):
     num_tokens: int
 
 
+class Evicted(NamedTuple):
+    """Whole blocks of a group that lose a table's block to somebody else; nothing has been written over them yet.
+
+    Block i is number `parts[i]` of those that end inside the base block whose chain key is `keys[i]`; `entries`
+    `[tables, n]`, int32. Of a state: checkpoints.
+    """
+
+    group: str
+    keys: list[bytes]
+    parts: Int64Array
+    entries: npt.NDArray[np.int32]
+
+
 class PrefixCache:
     """One per manager. `enabled` False caches nothing; `drop_last` gives up the last block of every hit."""
 
@@ -55,6 +68,7 @@ class PrefixCache:
         self._drop_last = drop_last
         self._events: list[KvEvent] | None = [] if events else None
         self._draft_groups = [group.number for group in groups if group.draft_only]
+        self.on_evict: Callable[[list[Evicted]], None] | None = None
         self._pins: dict[int, tuple[Int64Array, str]] = {}
         self._next_pin = 0
         # Blocks that transfers read: ids, eviction classes and salt.
@@ -137,8 +151,31 @@ class PrefixCache:
             for salt in set(salts):
                 self._drop(self.quotas.overrun(salt, _unique(ids[[other == salt for other in salts]])))
 
-    def evicted(self, ids: Int64Array) -> None:
-        """The pool takes cached blocks for something else."""
+    def reclaimed(self, ids: Int64Array) -> None:
+        """The pool takes cached blocks for something else; those that could complete a hit are shown first."""
+        if self.on_evict is not None and (blocks := self._whole_blocks(ids[self._pool.classes(ids) > CLASS_SCRAP])):
+            self.on_evict(blocks)
+        self._forgotten(ids)
+
+    def _whole_blocks(self, ids: Int64Array) -> list[Evicted]:
+        found = []
+        nodes, groups, cells = self.index.places(ids)
+        for group in self._groups:
+            mine = groups == group.number
+            if not mine.any():
+                continue
+            tables = group.fmt.tables
+            chosen = np.unique(np.stack([nodes[mine], cells[mine] // tables]), axis=1)
+            blocks = self.index.cells(group.number, chosen[0]).reshape(len(chosen[0]), -1, tables)
+            blocks = blocks[np.arange(len(blocks)), chosen[1]]
+            whole = (blocks != EMPTY).all(axis=1)
+            if whole.any():
+                keys = [self.index.key_of(node) for node in chosen[0, whole].tolist()]
+                found.append(Evicted(group.name, keys, chosen[1, whole], group.table.to_entries(blocks[whole].T)))
+        return found
+
+    def _forgotten(self, ids: Int64Array) -> None:
+        """Cached blocks lose their keys."""
         if self._events is not None:
             broken = self.index.complete_cells(ids)
             self._events += [BlockRemoved(key, self._groups[number].name) for key, number in broken]
@@ -155,7 +192,7 @@ class PrefixCache:
 
     def _drop(self, ids: Int64Array) -> None:
         if len(ids):
-            self.evicted(ids)
+            self._forgotten(ids)
             self._pool.drop_cached(ids)
 
     def _announce(self, group: ManagedGroup, fresh: FreshKeys, nodes: Int64Array, put: Int64Array) -> None:

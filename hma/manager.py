@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ from kvtide.kvcache.solver import solve_geometry
 from kvtide.kvcache.specs import Int64Array
 
 from .accounting import MemoryByCause, account
-from .cache import Pin, PrefixCache
+from .cache import Evicted, Pin, PrefixCache
 from .drafts import DraftAccounting
 from .events import KvEvent
 from .groups import ManagedGroup, base_block, make_groups
@@ -137,7 +137,7 @@ class HybridMemoryManager:
         self.drop_last_block = drop_last_block
         self.drafts = DraftAccounting(MAX_DRAFTS)
         self.base = base_block(geometry)
-        self.pool = PagePool(geometry, num_pages, lambda ids: self._cache.evicted(ids))
+        self.pool = PagePool(geometry, num_pages, lambda ids: self._cache.reclaimed(ids))
         self.groups = make_groups(
             geometry,
             base=self.base,
@@ -538,6 +538,15 @@ class HybridMemoryManager:
     def forget(self, group: str, entries: npt.NDArray[np.int32]) -> None:
         """Forget those of a group's blocks that are cached and that nothing holds: they are free at once."""
         self._cache.forget(self.group(group).table.to_ids(entries).ravel())
+
+    def on_evict(self, callback: Callable[[list[Evicted]], None] | None) -> None:
+        """Show blocks that the pool takes from the cache, and that could still complete a hit, before they are reused.
+
+        Called inside `reserve`, `reserve_load` and `checkpoint`, which may not be called from it; the blocks' bytes are
+        there until the engine runs what was reserved. What is dropped on purpose (quotas, `forget`, `reset_cache`) is
+        not shown.
+        """
+        self._cache.on_evict = callback
 
     def _load_of(self, row: int) -> Load:
         if row not in self._loading:

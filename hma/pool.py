@@ -177,6 +177,10 @@ class PagePool:
             self._class[ids] = classes
             self._let_go(ids)
 
+    def classes(self, ids: Int64Array) -> npt.NDArray[np.uint8]:
+        """The classes that evictable blocks were released with."""
+        return self._class[ids]
+
     def set_cached(self, ids: Int64Array) -> None:
         """Mark referenced blocks as having a key."""
         self.cached[ids] = True

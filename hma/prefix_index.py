@@ -142,11 +142,15 @@ class PrefixIndex:
         np.subtract.at(self._filled, nodes, ONE)
         self.forget_empty(nodes)
 
-    def complete_cells(self, ids: Int64Array) -> list[tuple[bytes, int]]:
-        """Key and group of the complete sets of cells that removing the blocks would break, each once."""
-        nodes = self.node_of(ids)
+    def places(self, ids: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Node, group, and cell inside that group's cells, of each cached block."""
         columns = (self._cell_of[ids] - 1) % self._width
         groups = np.searchsorted(self._offsets, columns, side="right") - 1
+        return self.node_of(ids), groups, columns - np.array(self._offsets)[groups]
+
+    def complete_cells(self, ids: Int64Array) -> list[tuple[bytes, int]]:
+        """Key and group of the complete sets of cells that removing the blocks would break, each once."""
+        nodes, groups, _ = self.places(ids)
         broken = set(zip(nodes.tolist(), groups.tolist(), strict=True))
         return [
             (self._keys[node], group)

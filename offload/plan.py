@@ -185,21 +185,37 @@ class BlockPlan:
         In the rank's own cut, or in the one that was found.
         """
         group = self._manager.group(run.group)
-        cuts, layers = self._cuts[group.number], group.fmt.group.layers
         numbers = key_numbers(group, run.logical)
         low = int(numbers.min(initial=0))
         chain = self._manager.keys(row, low, int(numbers.max(initial=0)) + 1)
-        starts = (run.entries.T.astype(np.int64) * self._manager.geometry.unit).tolist()
-        values: list[Value] = []
-        blocks: list[int] = []
-        for block, number, start in zip(run.logical.tolist(), numbers.tolist(), starts, strict=True):
-            # What was never found is asked for in the own cut, and is a miss.
-            cut = cuts[max(int(found[group.number][block]), 0) if found is not None else 0]
-            for space, segments in zip(cut.spaces[block % group.blocks_per_key], cut.segments, strict=True):
-                placed = tuple([(start[table] + offset, length) for table, offset, length in segments])
-                values.append(Value(space + chain[number - low], placed, layers))
-                blocks.append(block)
+        keys = [chain[number - low] for number in numbers.tolist()]
+        cuts = self._cuts[group.number]
+        # What was never found is asked for in the own cut, and is a miss.
+        which = None if found is None else np.maximum(found[group.number][run.logical], 0).tolist()
+        values = self.values_of(group, keys, run.logical % group.blocks_per_key, run.entries, which)
+        blocks = run.logical.tolist()
+        if which is not None:
+            blocks = [block for block, cut in zip(blocks, which, strict=True) for _ in range(cuts[cut].factor)]
         return values, blocks
+
+    def values_of(
+        self,
+        group: ManagedGroup,
+        keys: Sequence[bytes],
+        parts: Int64Array,
+        entries: npt.NDArray[np.int32],
+        which: Sequence[int] | None = None,
+    ) -> list[Value]:
+        """Values of blocks by chain key, part of what the key stands for, and entries `[tables, n]`; in a cut each."""
+        cuts, layers = self._cuts[group.number], group.fmt.group.layers
+        starts = (entries.T.astype(np.int64) * self._manager.geometry.unit).tolist()
+        values: list[Value] = []
+        for at, (key, part, start) in enumerate(zip(keys, parts.tolist(), starts, strict=True)):
+            cut = cuts[0 if which is None else which[at]]
+            for space, segments in zip(cut.spaces[part], cut.segments, strict=True):
+                placed = tuple([(start[table] + offset, length) for table, offset, length in segments])
+                values.append(Value(space + key, placed, layers))
+        return values
 
 
 def _num_parts(full: LayerSpec, share: LayerSpec) -> int:

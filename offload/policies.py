@@ -22,6 +22,7 @@ class Event(StrEnum):
 
     COMMITTED = "committed"  # it got its key; of windows, at the end of a prefix; of states, a checkpoint was taken
     OUT_OF_WINDOW = "out_of_window"  # no query of its row can reach it again
+    EVICTED = "evicted"  # the device needs its memory, and it could still complete a hit
     PREEMPTED = "preempted"  # its row was preempted
     FINISHED = "finished"  # its row's request has ended
 
@@ -35,12 +36,14 @@ class Action(StrEnum):
 
 
 WHOLE_KINDS = (Kind.FULL_ATTENTION, Kind.MLA)
+STATE_KINDS = (Kind.RECURRENT_STATE,)
 WINDOW_KINDS = (Kind.SLIDING_WINDOW, Kind.SINK_WINDOW, Kind.CHUNKED_LOCAL, Kind.SLIDING_WINDOW_MLA)
 
 # Cross attention is in no row: text does not determine it, so it has no key.
 DEFAULT_RULES: Mapping[tuple[Event, Kind], Action] = {
     **dict.fromkeys([(event, kind) for event in Event for kind in (*WHOLE_KINDS, *WINDOW_KINDS)], Action.STORE),
     **dict.fromkeys([(Event.OUT_OF_WINDOW, kind) for kind in (*WHOLE_KINDS, *WINDOW_KINDS)], Action.KEEP),
+    **dict.fromkeys([(Event.EVICTED, kind) for kind in (*WHOLE_KINDS, *WINDOW_KINDS, *STATE_KINDS)], Action.DROP),
     (Event.COMMITTED, Kind.RECURRENT_STATE): Action.STORE,
 }
 
@@ -75,6 +78,8 @@ class StorePolicy:
         for (event, kind), action in self.rules.items():
             if (event, kind) not in DEFAULT_RULES or (event is Event.OUT_OF_WINDOW and kind in WHOLE_KINDS):
                 raise ConfigError(f"a {kind} block has no event {event} that a rule could be for")
+            if event is Event.EVICTED and action is Action.KEEP:
+                raise ConfigError(f"a {kind} block that is evicted cannot be kept; allowed are drop and store")
             if event is Event.COMMITTED and action is Action.DROP:
                 raise ConfigError(f"a {kind} block cannot be dropped when it is committed: its row needs it")
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.hma import HybridMemoryManager
+from kvtide.hma import Evicted, HybridMemoryManager
 from kvtide.hma.groups import ManagedGroup
 from kvtide.hma.loads import LoadRun, key_numbers, needed_blocks
 from kvtide.kvcache.specs import Int64Array
@@ -74,6 +74,9 @@ class Storing:
         # What leaves a window is looked at only if a rule says so.
         keeps = {kind for kind in WINDOW_KINDS if policy.action(Event.OUT_OF_WINDOW, kind) is Action.KEEP}
         self._sliding = [g for g in plan.groups if g.is_bounded and g.fmt.group.spec.kind not in keeps]
+        self._evicting = [group for group in mine if policy.stores(Event.EVICTED, group.fmt.group.spec.kind)]
+        if self._evicting:
+            manager.on_evict(self.evicted)
         self._has_states = any(group.is_state for group in plan.groups)
         self._queue: deque[_Piece] = deque()
         self._puts: dict[Transfer, list[_Piece]] = {}
@@ -155,6 +158,25 @@ class Storing:
                 dropped.append((group.name, entries[:, entries[0] >= 0].copy()))
         return dropped
 
+    def evicted(self, evicted: Sequence[Evicted]) -> None:
+        """The device gives blocks to somebody else: copy out those that are to be stored and have not been."""
+        for group, blocks in ((self._manager.group(each.group), each) for each in evicted):
+            if group not in self._evicting:
+                continue
+            ids = group.table.to_ids(blocks.entries)
+            new = np.flatnonzero((self._marks[ids] != self._marks_by(group, blocks.keys, blocks.parts)).any(axis=0))
+            if not len(new):
+                continue
+            keys = [blocks.keys[i] for i in new.tolist()]
+            values = self._plan.values_of(group, keys, blocks.parts[new], blocks.entries[:, new])
+            # Nothing holds them, so it is now or never, and the step that takes them over must wait for the copies.
+            transfer = self._transfers.put(values)
+            if transfer is None:
+                self._counts["evicted_dropped"] += len(values)
+                continue
+            transfer.wait_copied()
+            self._bytes_by_kind["stored", group.fmt.group.spec.kind] += sum(value.num_bytes for value in values)
+
     def poll(self) -> None:
         """End the holds of what has been copied out; what waits for staging memory may have room now."""
         for transfer, batch in list(self._puts.items()):
@@ -176,6 +198,8 @@ class Storing:
             self._unhold(piece)
         self._queue.clear()
         self._puts.clear()
+        if self._evicting:
+            self._manager.on_evict(None)
 
     # -- what is stored -----------------------------------------------------------------------------------------------
 
@@ -276,20 +300,24 @@ class Storing:
                 size = len(values) * value_bytes
                 self._queue.append(_Piece(salt, values, ids, size, needs, hold))
                 self._bytes_by_kind["stored", group.fmt.group.spec.kind] += size
-                if not self._is_written_through or group.is_bounded or group.is_state:
+                if not self._is_written_through or group.is_bounded or group.is_state or self._evicting:
                     self.loaded(row, run)
         self.held_bytes += num_bytes
         return True
 
     def _marks_of(self, row: int, group: ManagedGroup, blocks: Int64Array) -> npt.NDArray[np.uint64]:
-        """What stands for the content of blocks, `[tables, n]`: half of their key, and which of its blocks they are."""
+        """What stands for the content of a row's blocks, `[tables, n]`."""
         numbers = key_numbers(group, blocks)
         low = int(numbers.min(initial=NEVER)) if len(numbers) else 0
         chain = self._manager.keys(row, low, int(numbers.max(initial=0)) + 1)
-        keys = np.frombuffer(b"".join([chain[number - low] for number in numbers.tolist()]), dtype="<u8")[::2]
+        return self._marks_by(group, [chain[number - low] for number in numbers.tolist()], blocks)
+
+    def _marks_by(self, group: ManagedGroup, keys: Sequence[bytes], blocks: Int64Array) -> npt.NDArray[np.uint64]:
+        """Half of the chain key of each block, and which of the key's blocks and tables it is; `[tables, n]`."""
+        halves = np.frombuffer(b"".join(keys), dtype="<u8")[::2]
         parts = blocks % group.blocks_per_key + group.number * group.blocks_per_key
         places = parts + np.arange(1, group.fmt.tables + 1)[:, None] * len(self._manager.groups) * group.blocks_per_key
-        marks: npt.NDArray[np.uint64] = keys ^ (places.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        marks: npt.NDArray[np.uint64] = halves ^ (places.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
         return marks
 
     def _pump(self) -> None:

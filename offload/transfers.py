@@ -86,6 +86,11 @@ class Transfer:
             if piece.operation is not None:
                 piece.operation.cancel()
 
+    def wait_copied(self) -> None:
+        """Let the current stream wait until a put has read the arena; nothing to wait for on a CPU."""
+        if self._copied is not None:
+            self._copied.wait()
+
     def wait_layer(self, layer: int) -> None:
         """Let the current stream wait until this layer of a finished get has arrived; nothing to wait for on a CPU."""
         if self._copied is not None and layer in self.layers:

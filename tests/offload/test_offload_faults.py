@@ -111,10 +111,14 @@ def policy(rng: random.Random) -> StorePolicy:
     rules = {}
     for kinds, events in (
         (("sliding_window", "sink_window", "chunked_local", "sliding_window_mla"), list(Event)),
-        (("full_attention", "mla"), [Event.COMMITTED, Event.PREEMPTED, Event.FINISHED]),
+        (("full_attention", "mla"), [Event.COMMITTED, Event.PREEMPTED, Event.FINISHED, Event.EVICTED]),
+        (("recurrent_state",), [Event.EVICTED]),
     ):
         for event in events if rng.random() < 0.5 else ():
-            actions = [Action.KEEP, Action.STORE] if event is Event.COMMITTED else list(Action)
+            actions = {
+                Event.COMMITTED: [Action.KEEP, Action.STORE],
+                Event.EVICTED: [Action.DROP, Action.STORE],
+            }.get(event, list(Action))
             rules |= {(event, kind): rng.choice(actions) for kind in kinds}
     rules = {(event, Kind(kind)): action for (event, kind), action in rules.items()}
     return StorePolicy(rules=rules, every_tokens=rng.choice([0, 0, 40]), junctions=rng.random() < 0.7)

@@ -13,7 +13,7 @@ from kvtide.connectors.config import make_store
 from kvtide.hma import Item
 from kvtide.kvcache import MLA, Component, ConfigError, FullAttention, RecurrentState, SlidingWindow
 from kvtide.kvcache.specs import Kind
-from kvtide.offload.policies import Action, Event, LoadPolicy, StorePolicy
+from kvtide.offload.policies import DEFAULT_RULES, Action, Event, LoadPolicy, StorePolicy
 from kvtide.offload.store import Status
 
 WHOLE = ("full", "images")
@@ -214,9 +214,63 @@ def test_every_event_and_kind_is_stored_kept_or_dropped_as_the_rules_say():
         ({(Event.OUT_OF_WINDOW, full): Action.STORE}, "full_attention block has no event out_of_window"),
         ({(Event.FINISHED, Kind.CROSS_ATTENTION): Action.STORE}, "cross_attention block has no event finished"),
         ({(Event.COMMITTED, full): Action.DROP}, "cannot be dropped when it is committed"),
+        ({(Event.EVICTED, full): Action.KEEP}, "evicted cannot be kept"),
     ):
         with pytest.raises(ConfigError, match=message):
             StorePolicy(rules=rules)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "images"])
+def test_blocks_can_be_stored_when_the_device_evicts_them(name):
+    store = host(16 << 20)
+    kinds = {layer.spec.kind for layer in LAYOUTS[name].layers if layer.spec is not None} - {Kind.CROSS_ATTENTION}
+    on_evict = {
+        (event, kind): Action.STORE if event is Event.EVICTED else Action.KEEP
+        for event, kind in DEFAULT_RULES
+        if kind in kinds and event is not Event.OUT_OF_WINDOW
+    }
+    engine = Engine(LAYOUTS[name], store, store_policy=StorePolicy(rules=on_evict), pages=80, loads=False)
+    engine.run(engine.admit("a", prompt(1, 200)), 210)
+    engine.offload.release(0)
+    engine.flush()
+    assert store.stats().num_values == 0
+    hit = engine.settle(engine.admit("again", prompt(1, 200)))
+    engine.offload.release(0)
+    assert hit > 100
+    for seed in range(2, 50):  # others, until nothing of the first prompt is left
+        row = engine.admit("b", prompt(seed, 150))
+        engine.run(row, 150)
+        engine.offload.release(row)
+        engine.flush()
+    assert engine.manager.admit("c", prompt(1, 200)).num_cached_tokens == 0
+    assert not engine.offload.stats().counts.get("evicted_dropped")
+    engine.close()
+    another = Engine(LAYOUTS[name], store)
+    row = another.admit("a", prompt(1, 200))
+    assert another.settle(row) == hit
+    another.run(row, 200)
+    another.close()
+    store.close()
+
+
+def test_what_was_stored_before_is_not_stored_again_when_it_is_evicted():
+    store = host(16 << 20)
+    rules = {(Event.EVICTED, kind): Action.STORE for kind in (Kind.FULL_ATTENTION, Kind.SLIDING_WINDOW)}
+    engine = Engine(LAYOUTS["gemma"], store, store_policy=StorePolicy(rules=rules), pages=40, loads=False)
+    engine.run(engine.admit("a", prompt(1, 200)), 200)
+    engine.offload.release(0)
+    engine.flush()
+    before = engine.offload.stats().bytes_by_kind["stored", Kind.FULL_ATTENTION]
+    engine.manager.on_evict(lambda blocks: (seen.extend(blocks), engine.offload._storing.evicted(blocks)))
+    seen = []
+    row = engine.admit("b", prompt(2, 400))
+    engine.run(row, 400)
+    assert any(blocks.group == "full_attention" for blocks in seen)
+    engine.flush()
+    stored = engine.offload.stats().bytes_by_kind["stored", Kind.FULL_ATTENTION]
+    assert stored - before == before * 25 // 12  # the second prompt's 25 blocks, and none of the first one's 12
+    engine.close()
+    store.close()
 
 
 def test_groups_that_are_stored_at_different_events_are_each_stored_whole():
