@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtide.kvcache import ConfigError
@@ -29,15 +31,36 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
 
+# Upper bounds of the latency buckets, in seconds.
+LATENCY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+@dataclass
+class Latencies:
+    """Operations by the time from asking to the answer: `buckets[i]` took up to `LATENCY_BOUNDS[i]`, the last more."""
+
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS) + 1))
+    seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one operation."""
+        self.buckets[bisect_left(LATENCY_BOUNDS, seconds)] += 1
+        self.seconds += seconds
+
+
 class Operation:
     """One batch on its way to the store. `future` holds its statuses, for callbacks and asyncio."""
 
-    def __init__(self, requests: Requests, num_keys: int, call: Callable[[], list[Status]], deadline: float) -> None:
+    def __init__(
+        self, requests: Requests, name: str, num_keys: int, call: Callable[[], list[Status]], deadline: float
+    ) -> None:
         self.future: Future[list[Status]] = Future()
         self._requests = requests
+        self._name = name
+        self._began = time.monotonic()
         self._num_keys = num_keys
         self._call = call
-        self._expires = time.monotonic() + deadline
+        self._expires = self._began + deadline
         self._claimed = False  # somebody is setting the result
         self._settled = threading.Event()
 
@@ -65,6 +88,7 @@ class Operation:
             if self._claimed:
                 return False
             self._claimed = True
+            self._requests.latencies[self._name].add(time.monotonic() - self._began)
         self.future.set_result(statuses)
         return True
 
@@ -83,10 +107,11 @@ class Requests:
             raise ConfigError(f"deadline {deadline} must be more than 0 seconds")
         self.store = store
         self.faults: Counter[str] = Counter()
+        self.latencies: defaultdict[str, Latencies] = defaultdict(Latencies)  # by what was asked for
         self._max_queued = max_queued
         self._deadline = deadline
         self._breaker = Breaker()
-        self._state = threading.Condition()  # guards what follows, and `faults`
+        self._state = threading.Condition()  # guards what follows, `faults` and `latencies`
         self._queue: deque[Operation] = deque()
         self._running: set[Operation] = set()
         self._closed = False
@@ -101,7 +126,7 @@ class Requests:
         self, keys: Sequence[StoreKey], buffers: Sequence[WriteableBuffer], *, deadline: float | None = None
     ) -> Operation | None:
         """`Store.get_into` on a worker; None if too many operations wait already."""
-        return self._submit(len(keys), lambda: self.store.get_into(keys, buffers), deadline)
+        return self._submit("load", len(keys), lambda: self.store.get_into(keys, buffers), deadline)
 
     def put(
         self,
@@ -112,7 +137,7 @@ class Requests:
         deadline: float | None = None,
     ) -> Operation | None:
         """`Store.put_for` on a worker; None if too many operations wait already."""
-        return self._submit(len(keys), lambda: self.store.put_for(owner, keys, buffers), deadline)
+        return self._submit("store", len(keys), lambda: self.store.put_for(owner, keys, buffers), deadline)
 
     def lease(self, keys: Sequence[StoreKey], *, deadline: float | None = None) -> LeaseOperation | None:
         """`Store.lease` on a worker; None if too many operations wait already."""
@@ -121,14 +146,14 @@ class Requests:
         def call() -> list[Status]:
             return holder.take(self.store.lease(keys))
 
-        operation = self._submit(len(keys), call, deadline)
+        operation = self._submit("look up", len(keys), call, deadline)
         return None if operation is None else LeaseOperation(operation, holder)
 
     def run(
         self, num_keys: int, call: Callable[[], list[Status]], *, deadline: float | None = None
     ) -> Operation | None:
         """Several calls of the store as one operation, with a status per key; None if too many wait already."""
-        return self._submit(num_keys, call, deadline)
+        return self._submit("run", num_keys, call, deadline)
 
     def expire(self) -> None:
         """Finish operations that are past their deadline. Cheap; call it often."""
@@ -163,8 +188,10 @@ class Requests:
             thread.join(max(0.0, expires - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _submit(self, num_keys: int, call: Callable[[], list[Status]], deadline: float | None) -> Operation | None:
-        operation = Operation(self, num_keys, call, self._deadline if deadline is None else deadline)
+    def _submit(
+        self, name: str, num_keys: int, call: Callable[[], list[Status]], deadline: float | None
+    ) -> Operation | None:
+        operation = Operation(self, name, num_keys, call, self._deadline if deadline is None else deadline)
         with self._state:
             if len(self._queue) >= self._max_queued:
                 self.faults["queue full"] += 1

@@ -139,6 +139,11 @@ class Transfers:
         """All staging bytes."""
         return self._copies.staging.num_bytes
 
+    @property
+    def requests(self) -> Requests:
+        """The store's calls: queue depths, faults and latencies."""
+        return self._requests
+
     def look_up(self, keys: Sequence[StoreKey]) -> LeaseOperation | None:
         """Ask which keys are there and hold them; None if too much waits already. Close it in any case."""
         return self._requests.lease(keys)
