@@ -87,7 +87,8 @@ class OffloadManager:
     share (`ModelLayout.shard`); ranks agree on keys if their managers have the same `key_space` and block sizes.
     Groups that several ranks hold alike are stored by the first of them. `read_tp_sizes` names larger TP sizes whose
     values are read as well. `stores`, `loads`: the engine's role. `max_held_bytes` of the pool may be held for puts, a
-    tenth of it if None.
+    tenth of it if None. With `layerwise`, a row is ready while its values are still on their way from staging memory
+    to the device: the engine calls `wait_layer` in every step, before each layer.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class OffloadManager:
         stores: bool = True,
         loads: bool = True,
         max_held_bytes: int | None = None,
+        layerwise: bool = False,
     ) -> None:
         if not manager.prefix_caching:
             raise ConfigError("offload needs a manager with prefix caching: keys say what is stored")
@@ -136,6 +138,9 @@ class OffloadManager:
         self._policy = load_policy or LoadPolicy()
         self._stores = stores
         self._loads = loads
+        self._layerwise = layerwise
+        # Loads of rows that have become ready, whose copies only the layers that need them wait for.
+        self._arriving: list[Transfer] = []
         self._active: dict[int, _Load] = {}
         # Which load is to bring the block behind a hit, by that block's key.
         self._bringing: dict[bytes, _Load] = {}
@@ -194,6 +199,7 @@ class OffloadManager:
 
     def poll(self) -> list[int]:
         """Bring everything one step further, without waiting. Returns the rows that have become ready."""
+        self._await_copies()
         self.transfers.poll()
         self._storing.poll()
         for row, load in list(self._active.items()):
@@ -206,6 +212,14 @@ class OffloadManager:
                 self._load(row, load)
         ready, self._ready = self._ready, []
         return ready
+
+    def wait_layer(self, layer: int) -> None:
+        """Let the current stream wait until a layer of the rows that have become ready is on the device.
+
+        Call it, with `layerwise`, before the layer's keys and values are written or read. Without a device it is done.
+        """
+        for transfer in self._arriving:
+            transfer.wait_layer(layer)
 
     def stats(self) -> OffloadStats:
         """What has been moved and what is on its way."""
@@ -351,14 +365,22 @@ class OffloadManager:
         for transfer in load.transfers:
             if transfer.statuses is None:
                 transfer.cancel()
-            for layer in transfer.layers:  # its copies to the arena may still run; what comes next waits for them
-                transfer.wait_layer(layer)
+        # Copies to the arena may still run; what comes next waits for them.
+        self._arriving += load.transfers
+        if not self._layerwise:
+            self._await_copies()
+
+    def _await_copies(self) -> None:
+        for transfer in self._arriving:
+            transfer.wait_copied()
+        self._arriving.clear()
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     def _leave(self, row: int, event: Event) -> None:
         manager = self.manager
         is_running = 0 <= row < manager.max_requests and row in manager.running_rows
+        self._await_copies()  # its blocks may be given away, or stored, before anything reads them
         dropped = []
         if (load := self._active.get(row)) is not None:
             self._drop(row, load)

@@ -87,7 +87,7 @@ class Transfer:
                 piece.operation.cancel()
 
     def wait_copied(self) -> None:
-        """Let the current stream wait until a put has read the arena; nothing to wait for on a CPU."""
+        """Let the current stream wait until all copies that were begun are done; nothing to wait for on a CPU."""
         if self._copied is not None:
             self._copied.wait()
 

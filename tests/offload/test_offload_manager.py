@@ -13,6 +13,7 @@ from kvtide.connectors.config import make_store
 from kvtide.hma import Item
 from kvtide.kvcache import MLA, Component, ConfigError, FullAttention, RecurrentState, SlidingWindow
 from kvtide.kvcache.specs import Kind
+from kvtide.offload.copies import Copied
 from kvtide.offload.policies import DEFAULT_RULES, Action, Event, LoadPolicy, StorePolicy
 from kvtide.offload.store import Status
 
@@ -218,6 +219,43 @@ def test_every_event_and_kind_is_stored_kept_or_dropped_as_the_rules_say():
     ):
         with pytest.raises(ConfigError, match=message):
             StorePolicy(rules=rules)
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_compute_waits_for_what_is_still_being_copied(layerwise, monkeypatch):
+    """With a device copies go on after the row is ready: each layer is waited for, or all of them at once."""
+    store = host(16 << 20)
+    first = Engine(LAYOUTS["gemma"], store)
+    first.run(first.admit("a", prompt(1, 200)), 200)
+    first.offload.release(0)
+    first.flush()
+    first.close()
+    waits = []
+    engine = Engine(LAYOUTS["gemma"], store, layerwise=layerwise)
+    into = engine.transfers._copies.into
+
+    class Late(Copied):
+        def wait(self, part=None):
+            waits.append(part)
+
+    monkeypatch.setattr(engine.transfers._copies, "into", lambda parts: (into(parts), Late())[1])
+    row = engine.admit("b", prompt(1, 200))
+    assert engine.settle(row) == 192
+    if not layerwise:
+        assert set(waits) == {None}
+        engine.offload.wait_layer(0)
+        assert set(waits) == {None}
+    else:
+        assert not waits
+        layers = sorted(layer.index for layer in LAYOUTS["gemma"].layers)
+        for layer in layers:
+            engine.offload.wait_layer(layer)
+        assert None not in waits
+        assert len(waits) >= len(layers)  # every layer was waited for, in each transfer that has it
+        engine.offload.preempt(row)  # its blocks may go to a row whose step waits for other layers
+        assert waits[-1] is None
+    engine.close()
+    store.close()
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "images"])
