@@ -12,6 +12,7 @@ a new directory below the system's temporary one by default); a ratio is peer / 
     strict write     the same with durability strict against one fdatasync of the plain file per batch
     checksum         what XXH3-128 takes of a read, for bytes that were just read
     inline           values in LMDB itself against segments with LMDB as their index, churn and file length too
+    host             the host tier against memcpy of the same bytes, with one thread and with the store's default
     lookup           8,192 keys, in the writing process and in another one
     shared           the shared-storage store against the same plain file
     lmcache          `lmcache bench l2` of adapters fs and fs_native, run by the Python of `--lmcache-python` (or
@@ -33,6 +34,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import click
+import offload_host
 import offload_lmcache
 import offload_metadata
 import offload_stores
@@ -43,6 +45,7 @@ Part = Callable[[offload_stores.Run], Iterator[Figure]]
 PARTS: Mapping[str, Part] = {
     "plain": offload_stores.beside_system_calls,
     "inline": offload_stores.values_inline,
+    "host": offload_host.beside_memcpy,
     "lookup": offload_stores.lookups,
     "lmcache": offload_lmcache.beside_lmcache,
     "metadata": offload_metadata.many_objects,

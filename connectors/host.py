@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 # Copied, then hashed where the copy has just left it; two of them fit into a core's second-level cache.
 _PIECE = 256 << 10
-# Bytes of a batch that are worth another thread's start.
+# Bytes of a batch that are worth another thread's start, and of a value: below it threads wait for the interpreter.
 _SHARE = 1 << 20
+_SHARED_VALUE = 128 << 10
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -162,8 +163,9 @@ class HostConnector(BaseConnector):
 
     def _share(self, work: Callable[[_Job], Status], jobs: list[_Job]) -> list[Status]:
         """`work` on every job, by several threads where that is worth it."""
-        threads = min(self._copy_threads, sum(view.nbytes for _, _, view in jobs) // _SHARE, len(jobs))
-        if threads < 2:
+        num_bytes = sum(view.nbytes for _, _, view in jobs)
+        threads = min(self._copy_threads, num_bytes // _SHARE, len(jobs))
+        if threads < 2 or num_bytes < len(jobs) * _SHARED_VALUE:
             return list(map(work, jobs))
         futures = [
             self._copiers.submit(lambda part: list(map(work, part)), jobs[at::threads]) for at in range(1, threads)
