@@ -20,11 +20,14 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize(("number", "printed"), [(0, "MemoryByCause(needed="), (1, "torch.Size([1, 1, 16, 512])")])
+PRINTED = ["MemoryByCause(needed=", "torch.Size([1, 1, 16, 512])", "0\n992\n"]
+
+
+@pytest.mark.parametrize(("number", "printed"), list(enumerate(PRINTED)))
 def test_the_python_examples_run(number: int, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(EXAMPLES[number], "README.md", "exec"), {})
     assert printed in capsys.readouterr().out
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == len(PRINTED)
 
 
 def test_the_stores_configuration_is_valid_and_its_commands_exist() -> None:
