@@ -284,6 +284,11 @@ class Storing:
         """Hold blocks and queue them; False, and nothing, if that would hold too much."""
         num_bytes = sum(run.entries.size * group.fmt.block_bytes for group, run in runs)
         if self.held_bytes + num_bytes > self._max_held_bytes:
+            # What was queued may be copied out by now; on a CPU it is as soon as staging takes it.
+            self._pump()
+            self._transfers.poll()
+            self.poll()
+        if self.held_bytes + num_bytes > self._max_held_bytes:
             self._counts["put_over_hold_bound"] += 1
             return False
         salt = self._manager.salt(row)

@@ -167,7 +167,7 @@ def test_random_traffic_with_faults(layout, seed):
     store.close()
     assert store.faults > 0
     assert engine.queries > 100
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
