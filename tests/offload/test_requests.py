@@ -155,16 +155,17 @@ def test_a_lease_is_let_go_whenever_it_is_closed(store, moment):
 
 
 def test_closing_answers_everything_and_ends_the_threads(store):
-    before = threading.active_count()
+    before = set(threading.enumerate())
     requests = Requests(store, threads=3)
-    assert threading.active_count() == before + 3
+    workers = set(threading.enumerate()) - before
+    assert len(workers) == 3
     store.gate.clear()
     operations = [requests.get_into(KEYS[:1], [bytearray(100)]) for _ in range(6)]
     until(lambda: requests.num_running == 3)
     threading.Timer(0.05, store.gate.set).start()
     assert requests.close(timeout=10)
     assert all(operation.statuses is not None and operation.settled for operation in operations)
-    assert threading.active_count() <= before + 1  # the timer
+    assert not any(worker.is_alive() for worker in workers)
     after = requests.get_into(KEYS[:1], [bytearray(100)])
     assert (after.statuses, after.settled) == ([Status.ERROR], True)
 

@@ -40,7 +40,7 @@ def transfers(arena, store):
     store.gate.set()
     assert transfers.close()
     assert transfers.staging_bytes_free == transfers.staging_bytes
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
     assert store.open_leases == 0
 
 
