@@ -657,7 +657,9 @@ class Engine:
             else:
                 needs[group] += fmt.tables
         short = self.pages_short(needs, shared)
+        self.manager.keys(request.row, 0, length // self.base)  # a key that is hashed stays hashed
         before = fingerprint(self.manager) if short > 0 else None
+        free_pages = self.manager.pool.free_pages
         refusal = runs = None
         try:
             runs = self.manager.reserve_load(request.row, length)
@@ -690,7 +692,8 @@ class Engine:
         for group, fmt in self._attention():
             request.held[group], request.ends[group] = held[group], length // fmt.block_size
         request.loading = Loading(length, missing, states)
-        self.compare(may_evict=self.manager.pool.free_pages == 0)
+        # Blocks that the row no longer needs come free after the others are taken.
+        self.compare(may_evict=free_pages < sum(needs))
         return True
 
     def end_load(self, name: str, fails: Sequence[bool]) -> None:
