@@ -6,9 +6,10 @@ import json
 
 import click
 import msgspec
+import yaml
 from rich.console import Console
 
-from kvtide.connectors.config import load_config, open_store, schema, store_settings
+from kvtide.connectors.config import load_config, open_store, schema, settings_tree, store_settings
 
 from .options import json_option
 
@@ -35,15 +36,14 @@ def check(file: str, opens: bool, as_json: bool) -> None:
     settings = store_settings(config.kv_connector, config.kv_connector_extra_config, config.kv_connector_module_path)
     if opens:
         open_store(config).close()
-    found = {**msgspec.to_builtins(config), "kv_connector_extra_config": msgspec.to_builtins(settings)}
+    found = {**msgspec.to_builtins(config), "kv_connector_extra_config": settings_tree(settings)}
     if as_json:
         click.echo(json.dumps({"valid": True, "opened": opens, "config": found}))
         return
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{config.kv_connector}: the configuration is valid{', and the store opens' if opens else ''}.")
     console.print("Settings, defaults included:")
-    for key, value in found["kv_connector_extra_config"].items():
-        console.print(f"  {key}: {json.dumps(value)}", markup=False)
+    console.print(yaml.safe_dump(found["kv_connector_extra_config"], sort_keys=False), markup=False, end="")
 
 
 @command.command(name="schema")

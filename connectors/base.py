@@ -12,12 +12,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from msgspec import Meta
+from typing import TYPE_CHECKING
 
 from kvtide.kvcache import ConfigError, KvtideError
-from kvtide.offload.codecs import CODECS, codec_named
+from kvtide.offload.codecs import codec_named
 from kvtide.offload.keys import KEY_BYTES, StoreKey
 from kvtide.offload.sealing import landing, seal, unseal
 from kvtide.offload.store import Entry, Status, Store, StoreStats
@@ -25,9 +23,6 @@ from kvtide.offload.values import HEADER_BYTES, BadValue, Header, parse_header
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
-
-# The codecs' names as a setting of a store: `codec: CodecName = "raw"`.
-CodecName = Annotated[str, Meta(description=f"How values are packed: {', '.join(CODECS)}; fp8 changes numbers.")]
 
 
 class BaseConnector(Store):

@@ -110,12 +110,25 @@ def checked(data: Mapping[str, Any], kind: type[AnyStruct], label: str) -> AnySt
             raise ConfigError(f"{label} has no key {key!r}; allowed are {', '.join(allowed)}{hint}")
     try:
         return msgspec.convert(data, kind)
+    except ConfigError as error:  # of the struct's own checks
+        raise ConfigError(f"{label}: {error}") from None
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `")
         path = path.removesuffix("`").removeprefix("$").removeprefix(".")
         if not path:
             raise ConfigError(f"{label}: {what[0].lower()}{what[1:].replace('`', '')}") from None
         raise ConfigError(f"{label}: {path} is {_show(_at(data, path))}; {_lower(what)}") from None
+
+
+def settings_tree(settings: msgspec.Struct) -> dict[str, Any]:
+    """Settings as plain values, defaults included, those of a stack's tiers too."""
+    found: dict[str, Any] = msgspec.to_builtins(settings)
+    for tier in found.get("connectors", ()):
+        inner = store_settings(
+            tier["kv_connector"], tier["kv_connector_extra_config"], tier["kv_connector_module_path"]
+        )
+        tier["kv_connector_extra_config"] = settings_tree(inner)
+    return found
 
 
 def schema() -> dict[str, Any]:

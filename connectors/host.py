@@ -14,21 +14,19 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 from msgspec import Meta
 
-from kvtide.kvcache import ConfigError
-from kvtide.kvcache.sizes import parse_bytes
 from kvtide.offload.eviction import POLICIES, make_policy
 from kvtide.offload.keys import StoreKey
 from kvtide.offload.sealing import unseal
 from kvtide.offload.store import Entry, Lease, Status, StoreStats
 from kvtide.offload.values import CODEC_RAW, HEADER_BYTES, BadValue, Header, pack_header, parse_header
 
-from .base import BaseConnector, CodecName
+from .base import BaseConnector
+from .settings import CodecName, StoreConfig
 from .slab import Extent, Slab, round_up
 
 if TYPE_CHECKING:
@@ -43,8 +41,10 @@ _SHARED_VALUE = 128 << 10
 Bytes = npt.NDArray[np.uint8]
 
 
-class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HostConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a `HostConnector`."""
+
+    sizes = ("max_bytes",)
 
     max_bytes: Annotated[int | str, Meta(description="Memory for values, taken at the start, such as 64GiB.")]
     eviction: Annotated[str, Meta(description=f"Which values go when it is full: {', '.join(POLICIES)}.")] = "s3fifo"
@@ -88,13 +88,9 @@ class HostConnector(BaseConnector):
 
     def __init__(self, config: HostConfig) -> None:
         super().__init__(config.codec)
-        try:
-            capacity = parse_bytes(config.max_bytes)
-        except ConfigError as error:
-            raise ConfigError(f"max_bytes: {error}") from None
         self._lock = threading.Lock()  # guards what follows, but not the bytes of values
         self._policy = make_policy(config.eviction)
-        self._slab = Slab(capacity, pinned=config.pinned)
+        self._slab = Slab(config.num_bytes("max_bytes"), pinned=config.pinned)
         self._memory = self._slab.memory
         self._values: dict[StoreKey, _Value] = {}
         self._num_bytes = 0

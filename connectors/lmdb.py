@@ -30,24 +30,23 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import lmdb
-import msgspec
 from msgspec import Meta
 
 from kvtide.kvcache import ConfigError
-from kvtide.kvcache.sizes import parse_bytes
 from kvtide.offload.eviction import make_policy
 from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Entry, Lease, Status, StoreStats
 from kvtide.offload.values import HEADER_BYTES, BadValue, Header
 
 from . import recovery
-from .base import BaseConnector, CodecName
+from .base import BaseConnector
 from .files import PAGE, fault_kind
 from .index import Index, Place
 from .parallel import Parallel
 from .segment_reader import SegmentReader
 from .segment_writer import SegmentWriter
 from .segments import Segments, now
+from .settings import CodecName, StoreConfig
 from .space import Limits, Move, Space
 from .value_io import write_value
 
@@ -58,8 +57,10 @@ _SCAN_STEP = 1000
 _SHARED_OUT_BYTES = 1 << 17
 
 
-class LMDBConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LMDBConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of `LMDBConnector`."""
+
+    sizes = ("max_bytes", "min_free_bytes", "segment_bytes")
 
     path: Annotated[str, Meta(description="Directory of the store; made if it is not there.", min_length=1)]
     max_bytes: Annotated[int | str, Meta(description="Bound on its bytes on the disk, such as 500GiB.")] = "64GiB"
@@ -347,16 +348,6 @@ class LMDBConnector(BaseConnector):
 
 
 def _limits(config: LMDBConfig) -> Limits:
-    def size(name: str, value: int | str) -> int:
-        try:
-            return parse_bytes(value)
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from None
-
-    max_bytes = size("max_bytes", config.max_bytes)
-    min_free = 0 if config.min_free_bytes is None else size("min_free_bytes", config.min_free_bytes)
-    if config.segment_bytes is None:
-        segment = max(PAGE, min(max_bytes // _SEGMENTS, _MAX_SEGMENT_BYTES))
-    else:
-        segment = size("segment_bytes", config.segment_bytes)
-    return Limits(max_bytes, min_free, segment)
+    max_bytes = config.num_bytes("max_bytes")
+    segment = config.num_bytes("segment_bytes") or max(PAGE, min(max_bytes // _SEGMENTS, _MAX_SEGMENT_BYTES))
+    return Limits(max_bytes, config.num_bytes("min_free_bytes"), segment)

@@ -21,17 +21,16 @@ from importlib import import_module
 from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 
-import msgspec
 from msgspec import Meta
 
 from kvtide.kvcache import ConfigError, KvtideError, MissingExtra
-from kvtide.kvcache.sizes import parse_bytes
 from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Entry, Status, StoreStats
 from kvtide.offload.values import HEADER_BYTES, Header
 
-from .base import BaseConnector, CodecName, key_of, present
+from .base import BaseConnector, key_of, present
 from .lanes import Lane, Lanes, aligned, parts
+from .settings import CodecName, StoreConfig
 
 # The library's codes.
 _NO_SPACE, _INVALID, _NOT_READY, _NOT_FOUND, _EXISTS, _LEASE_EXPIRED = -200, -600, -703, -704, -705, -707
@@ -43,8 +42,11 @@ _ANOTHERS_WRITE_SECONDS = 0.5
 Result = TypeVar("Result")
 
 
-class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MooncakeConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a `MooncakeConnector`; the names are Mooncake's own where it has one."""
+
+    sizes = ("lane_bytes",)
+    sizes_or_zero = ("global_segment_size", "local_buffer_size")
 
     master_server_address: Annotated[
         str, Meta(description="host:port of the master.", pattern=r"^(\[[0-9a-fA-F:.]+\]|[^:\s]+):[0-9]{1,5}$")
@@ -74,6 +76,11 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = "64MiB"
     timeout_seconds: Annotated[float, Meta(description="A call that takes longer is an error.", gt=0, le=600)] = 10.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_bytes("lane_bytes") < 2 * aligned(1):
+            raise ConfigError(f"lane_bytes {self.lane_bytes!r} must be at least 8KiB")
+
 
 class MooncakeConnector(BaseConnector):
     """The store; see the module. Raises `ConfigError` when the master cannot be reached or refuses the client."""
@@ -83,9 +90,6 @@ class MooncakeConnector(BaseConnector):
 
     def __init__(self, config: MooncakeConfig) -> None:
         super().__init__(config.codec)
-        lane_bytes = parse_bytes(config.lane_bytes)
-        if lane_bytes < 2 * aligned(1):
-            raise ConfigError(f"lane_bytes {config.lane_bytes!r} must be at least 8KiB")
         self._prefix = config.prefix
         self._timeout = config.timeout_seconds
         host = config.master_server_address.rpartition(":")[0]
@@ -93,7 +97,7 @@ class MooncakeConnector(BaseConnector):
         self._evicted_before: int | None = None
         store = _library()()
         _reach(config)
-        self._lanes = Lanes(config.lanes, lane_bytes, config.timeout_seconds, "kvtide-mooncake")
+        self._lanes = Lanes(config.lanes, config.num_bytes("lane_bytes"), config.timeout_seconds, "kvtide-mooncake")
         self.max_value_bytes = self._lanes.max_value_bytes
         try:
             with self._lanes.take() as lane:
@@ -108,7 +112,7 @@ class MooncakeConnector(BaseConnector):
             )
         self.library = store  # of use beside the store, as in benchmarks
         for lane in self._lanes.all:
-            if store.register_buffer(lane.address, lane_bytes):
+            if store.register_buffer(lane.address, len(lane.memory)):
                 self._shut()
                 raise ConfigError(f"lane_bytes {config.lane_bytes!r}: the memory cannot be registered")
         self.stats()  # evictions count from here on
@@ -338,18 +342,14 @@ def _set_up(store: Any, config: MooncakeConfig) -> int:
             {
                 "local_hostname": config.local_hostname,
                 "metadata_server": config.metadata_server,
-                "global_segment_size": str(_bytes(config.global_segment_size)),
-                "local_buffer_size": str(_bytes(config.local_buffer_size)),
+                "global_segment_size": str(config.num_bytes("global_segment_size")),
+                "local_buffer_size": str(config.num_bytes("local_buffer_size")),
                 "protocol": config.protocol,
                 "rdma_devices": config.device_name,
                 "master_server_addr": config.master_server_address,
             }
         )
     )
-
-
-def _bytes(size: int | str) -> int:
-    return 0 if size in (0, "0") else parse_bytes(size)
 
 
 def _size(replica: Any) -> int | None:

@@ -27,7 +27,6 @@ import msgspec
 from msgspec import Meta
 
 from kvtide.kvcache import ConfigError
-from kvtide.kvcache.sizes import parse_bytes
 from kvtide.offload.admission import TinyLFU
 from kvtide.offload.eviction import POLICIES, make_policy
 from kvtide.offload.keys import StoreKey
@@ -36,6 +35,8 @@ from kvtide.offload.store import Entry, Lease, Status, Store, StoreStats
 from kvtide.offload.values import HEADER_BYTES, Header
 
 from .base import BaseConnector
+from .config import store_settings
+from .settings import StoreConfig, size_of
 from .tiers import Tier, TierConfig
 from .writeback import THERE, Marks, Pending, Writer, delete_from, put_with_room
 
@@ -47,8 +48,10 @@ _PENDING_SHARE = 0.5  # of the nearest tier, that write-back may hold before cal
 _UNBOUNDED = 1 << 30  # and what it may hold where the tier is not bounded
 
 
-class MultiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MultiConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a `MultiConnector`."""
+
+    sizes = ("default_quota_bytes",)
 
     connectors: Annotated[list[TierConfig], Meta(description="The tiers, the nearest first.", min_length=1)]
     write_policy: Annotated[
@@ -71,10 +74,27 @@ class MultiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 0.6
     quota_bytes: Annotated[
         dict[str, int | str], Meta(description="Bound by owner (salt) on what is kept for it, such as {tenant: 10GiB}.")
-    ] = {}
+    ] = msgspec.field(default_factory=dict)
     default_quota_bytes: Annotated[
         int | str | None, Meta(description="The bound of owners that quota_bytes does not name; none by default.")
     ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.quotas()
+        if self.low_watermark > self.high_watermark:
+            raise ConfigError(
+                f"low_watermark {self.low_watermark} must not be above high_watermark {self.high_watermark}"
+            )
+        for at, tier in enumerate(self.connectors):
+            try:
+                store_settings(tier.kv_connector, tier.kv_connector_extra_config, tier.kv_connector_module_path)
+            except ConfigError as error:
+                raise ConfigError(f"connectors[{at}]: {error}") from None
+
+    def quotas(self) -> dict[str, int]:
+        """Bytes by owner."""
+        return {owner: size_of(f"quota_bytes: {owner}", size) for owner, size in self.quota_bytes.items()}
 
 
 class _Leases(Lease):
@@ -95,14 +115,7 @@ class MultiConnector(BaseConnector):
 
     def __init__(self, config: MultiConfig) -> None:
         super().__init__()
-        if config.low_watermark > config.high_watermark:
-            raise ConfigError(
-                f"low_watermark {config.low_watermark} must not be above high_watermark {config.high_watermark}"
-            )
-        self._quotas = Quotas(
-            {owner: _bytes(f"quota_bytes: {owner}", size) for owner, size in config.quota_bytes.items()},
-            None if config.default_quota_bytes is None else _bytes("default_quota_bytes", config.default_quota_bytes),
-        )
+        self._quotas = Quotas(config.quotas(), config.num_bytes("default_quota_bytes") or None)
         self._promote = config.promote
         self._uses = TinyLFU(_PROMOTED_KEYS) if config.promote == "second_use" else None
         self._write_through = config.write_policy == "write_through"
@@ -361,10 +374,3 @@ def _settle(statuses: list[Status], asked: list[int], found: Sequence[Status]) -
     for at, status in zip(asked, found, strict=True):
         statuses[at] = min(statuses[at], status, key=_GET_ORDER.index)
     return [at for at in asked if statuses[at] is not Status.HIT]
-
-
-def _bytes(key: str, value: int | str) -> int:
-    try:
-        return parse_bytes(value)
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from None

@@ -17,25 +17,26 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
 from kvtide.kvcache import ConfigError
-from kvtide.kvcache.sizes import parse_bytes
 from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Entry, Status, StoreStats
 from kvtide.offload.values import HEADER_BYTES, BadValue, Header
 
-from .base import BaseConnector, CodecName, present
+from .base import BaseConnector, present
 from .files import NO_ROOM
 from .lanes import Lane, Lanes, aligned, parts
 from .nixl_agent import Agent
 from .nixl_media import Files, Medium, Moved, Objects
 from .s3 import HttpUrl, S3Config
+from .settings import CodecName, StoreConfig
 
 
-class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NixlConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a `NixlConnector`."""
+
+    sizes = ("lane_bytes", "max_bytes")
 
     plugin: Annotated[Literal["POSIX", "GDS", "GDS_MT", "OBJ"], Meta(description="NIXL's plug-in.")] = "POSIX"
     path: Annotated[str | None, Meta(description="Directory of the files; for every plug-in but OBJ.")] = None
@@ -64,6 +65,25 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         float, Meta(description="A transfer that takes longer is an error; OBJ itself waits 25 s.", gt=0, le=600)
     ] = 10.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        lane_bytes = self.num_bytes("lane_bytes")
+        if lane_bytes < 2 * aligned(1) or lane_bytes % aligned(1):
+            raise ConfigError(f"lane_bytes {self.lane_bytes!r} must be a multiple of 4KiB, and at least 8KiB")
+        objects = {"bucket": self.bucket, "endpoint_url": self.endpoint_url, "region": self.region}
+        files = {
+            "path": self.path,
+            "direct": self.direct or None,
+            "fsync": self.fsync or None,
+            "max_bytes": self.max_bytes,
+        }
+        needed, allowed, others = ("bucket", objects, files) if self.plugin == "OBJ" else ("path", files, objects)
+        if allowed[needed] is None:
+            raise ConfigError(f"plugin {self.plugin!r} needs the key {needed!r}")
+        for key, value in others.items():
+            if value is not None:
+                raise ConfigError(f"plugin {self.plugin!r} has no use for the key {key!r}, which is {value!r}")
+
 
 class NixlConnector(BaseConnector):
     """The store; see the module. Raises `ConfigError` when the plug-in cannot be created on this machine."""
@@ -73,11 +93,8 @@ class NixlConnector(BaseConnector):
 
     def __init__(self, config: NixlConfig) -> None:
         super().__init__(config.codec)
-        lane_bytes = parse_bytes(config.lane_bytes)
-        if lane_bytes < 2 * aligned(1) or lane_bytes % aligned(1):
-            raise ConfigError(f"lane_bytes {config.lane_bytes!r} must be a multiple of 4KiB, and at least 8KiB")
         self._pad = aligned if config.direct else int
-        self._lanes = Lanes(config.lanes, lane_bytes, config.timeout_seconds, "kvtide-nixl")
+        self._lanes = Lanes(config.lanes, config.num_bytes("lane_bytes"), config.timeout_seconds, "kvtide-nixl")
         self.max_value_bytes = self._lanes.max_value_bytes
         self._medium: Medium | None = None
         try:
@@ -210,20 +227,7 @@ class NixlConnector(BaseConnector):
 
 
 def _medium(config: NixlConfig) -> Medium:
-    """Where the plug-in's values lie; `ConfigError` for settings that do not belong to it."""
-    objects = {"bucket": config.bucket, "endpoint_url": config.endpoint_url, "region": config.region}
-    files = {
-        "path": config.path,
-        "direct": config.direct or None,
-        "fsync": config.fsync or None,
-        "max_bytes": config.max_bytes,
-    }
-    needed, allowed, others = ("bucket", objects, files) if config.plugin == "OBJ" else ("path", files, objects)
-    if allowed[needed] is None:
-        raise ConfigError(f"plugin {config.plugin!r} needs the key {needed!r}")
-    for key, value in others.items():
-        if value is not None:
-            raise ConfigError(f"plugin {config.plugin!r} has no use for the key {key!r}, which is {value!r}")
+    """Where the plug-in's values lie."""
     if config.plugin == "OBJ":
         assert config.bucket is not None
         return Objects(
@@ -238,10 +242,7 @@ def _medium(config: NixlConfig) -> Medium:
         )
     assert config.path is not None
     parameters = {f"use_{config.io}": "true"} if config.plugin == "POSIX" else {}
-    try:
-        max_bytes = None if config.max_bytes is None else parse_bytes(config.max_bytes)
-    except ConfigError as error:
-        raise ConfigError(f"max_bytes: {error}") from None
+    max_bytes = config.num_bytes("max_bytes") or None
     try:
         return Files(Path(config.path), parameters, direct=config.direct, fsync=config.fsync, max_bytes=max_bytes)
     except OSError as error:

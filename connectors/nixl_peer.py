@@ -22,7 +22,6 @@ import msgspec
 from msgspec import Meta
 
 from kvtide.kvcache import ConfigError
-from kvtide.kvcache.sizes import parse_bytes
 from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Entry, Status, StoreStats
 from kvtide.offload.values import HEADER_BYTES, BadValue, Header, parse_header
@@ -31,12 +30,15 @@ from .base import BaseConnector
 from .lanes import Lane, Lanes, aligned, parts
 from .nixl_agent import Agent, Piece
 from .peer_messages import Answer, Contains, Fetch, Heads, Hello, Request, Scan, Stats, receive_answer, send
+from .settings import StoreConfig
 
 PAGE_OF_ENTRIES = 10_000
 
 
-class NixlPeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NixlPeerConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a `NixlPeerConnector`."""
+
+    sizes = ("lane_bytes",)
 
     address: Annotated[
         str,
@@ -52,6 +54,11 @@ class NixlPeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     timeout_seconds: Annotated[
         float, Meta(description="A connection, an answer or a transfer that takes longer is an error.", gt=0, le=600)
     ] = 10.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_bytes("lane_bytes") < 2 * aligned(1):
+            raise ConfigError(f"lane_bytes {self.lane_bytes!r} must be at least 8KiB")
 
 
 class Lost(Exception):
@@ -142,10 +149,7 @@ class NixlPeerConnector(BaseConnector):
 
     def __init__(self, config: NixlPeerConfig) -> None:
         super().__init__()
-        lane_bytes = parse_bytes(config.lane_bytes)
-        if lane_bytes < 2 * aligned(1):
-            raise ConfigError(f"lane_bytes {config.lane_bytes!r} must be at least 8KiB")
-        self._lanes = Lanes(config.lanes, lane_bytes, config.timeout_seconds, "kvtide-peer")
+        self._lanes = Lanes(config.lanes, config.num_bytes("lane_bytes"), config.timeout_seconds, "kvtide-peer")
         self.max_value_bytes = self._lanes.max_value_bytes
         try:
             for lane in self._lanes.all:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-import msgspec
 from msgspec import Meta
 
 from kvtide.kvcache import ConfigError, MissingExtra
@@ -25,7 +24,8 @@ from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Entry, Status, StoreStats
 from kvtide.offload.values import HEADER_BYTES, Header
 
-from .base import BaseConnector, CodecName, key_of, present, secret
+from .base import BaseConnector, key_of, present, secret
+from .settings import CodecName, StoreConfig
 
 STRING_LIMIT = 512 << 20  # of the server
 _BATCH_BYTES = 8 << 20  # of one pipeline: held in memory beside the caller's buffers
@@ -36,7 +36,7 @@ _READ_BYTES = 1 << 20  # of one recv: up to twice as fast as the client's own 32
 Command = Callable[[Any, int], Any]
 
 
-class RedisConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RedisConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a `RedisConnector`."""
 
     url: Annotated[

@@ -19,16 +19,15 @@ from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from typing import Annotated, Any, Literal, TypeVar
 
-import msgspec
 from msgspec import Meta
 
 from kvtide.kvcache import ConfigError, MissingExtra
-from kvtide.kvcache.sizes import parse_bytes
 from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Entry, Status
 from kvtide.offload.values import HEADER_BYTES, Header
 
-from .base import BaseConnector, CodecName, key_of
+from .base import BaseConnector, key_of
+from .settings import CodecName, StoreConfig
 
 LEAST_PART = 5 << 20  # of a multipart upload, by the service's rules
 _DELETED_AT_ONCE = 1000
@@ -45,8 +44,10 @@ Result = TypeVar("Result")
 HttpUrl = Annotated[str, Meta(pattern="^https?://")]
 
 
-class S3Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class S3Config(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of an `S3Connector`."""
+
+    sizes = ("multipart_bytes",)
 
     bucket: Annotated[str, Meta(description="The bucket; it must exist.", min_length=1)]
     prefix: Annotated[
@@ -71,6 +72,11 @@ class S3Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = 10.0
     retries: Annotated[int, Meta(description="How often a request that failed is tried again.", ge=0, le=10)] = 1
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_bytes("multipart_bytes") < LEAST_PART:
+            raise ConfigError(f"multipart_bytes {self.multipart_bytes!r} must be at least 5MiB")
+
 
 class S3Connector(BaseConnector):
     """The store; see the module. Raises `ConfigError` for a bucket that is not there or may not be used."""
@@ -83,9 +89,7 @@ class S3Connector(BaseConnector):
         self._names = _package("botocore.exceptions")
         self._bucket = config.bucket
         self._prefix = config.prefix
-        self._part_bytes = parse_bytes(config.multipart_bytes)
-        if self._part_bytes < LEAST_PART:
-            raise ConfigError(f"multipart_bytes {config.multipart_bytes!r} must be at least 5MiB")
+        self._part_bytes = config.num_bytes("multipart_bytes")
         self._conditional = True
         self._errors = (self._names.BotoCoreError, self._names.ClientError, OSError)
         self._client: Any = _client(config)

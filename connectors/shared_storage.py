@@ -25,19 +25,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
 from kvtide.kvcache import ConfigError
-from kvtide.kvcache.sizes import parse_bytes
 from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Entry, Lease, Status, StoreStats
 from kvtide.offload.values import HEADER_BYTES, BadValue, Header, parse_header
 
-from .base import BaseConnector, CodecName
+from .base import BaseConnector
 from .files import NO_ROOM, fault_kind, read_all, write_all
 from .leases import Holds
 from .parallel import Parallel
+from .settings import CodecName, StoreConfig
 from .shared_room import Room, Totals
 from .shared_tree import Tree
 from .value_io import read_value, write_raw
@@ -47,8 +46,10 @@ _QUARANTINE_S = 86_400.0
 _SCAN_STEP = 1000
 
 
-class SharedStorageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SharedStorageConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of `SharedStorageConnector`."""
+
+    sizes = ("max_bytes", "min_free_bytes")
 
     shared_storage_path: Annotated[str, Meta(description="Directory that all engines share.", min_length=1)]
     max_bytes: Annotated[
@@ -80,8 +81,7 @@ class SharedStorageConnector(BaseConnector):
     def __init__(self, config: SharedStorageConfig) -> None:
         super().__init__(config.codec)
         self._config = config
-        capacity = None if config.max_bytes is None else _bytes("max_bytes", config.max_bytes)
-        floor = 0 if config.min_free_bytes is None else _bytes("min_free_bytes", config.min_free_bytes)
+        capacity = config.num_bytes("max_bytes") or None
         root = Path(config.shared_storage_path).expanduser()
         try:
             self._tree = Tree(root, read_only=config.read_only)
@@ -91,7 +91,7 @@ class SharedStorageConnector(BaseConnector):
             raise ConfigError(f"shared_storage_path {str(root)!r} cannot be used: {error.strerror}") from None
         self._parallel = Parallel(config.io_threads, "kvtide-shared-io")
         self._holds = Holds()
-        self._room = Room(self._tree, self._holds, capacity, floor)
+        self._room = Room(self._tree, self._holds, capacity, config.num_bytes("min_free_bytes"))
 
     def lease(self, keys: Sequence[StoreKey]) -> Lease:
         statuses = self.contains(keys)
@@ -287,10 +287,3 @@ class SharedStorageConnector(BaseConnector):
     def _failed(self, error: OSError) -> Status:
         self._fault(fault_kind(error))
         return Status.ERROR
-
-
-def _bytes(key: str, value: int | str) -> int:
-    try:
-        return parse_bytes(value)
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from None

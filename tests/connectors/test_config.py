@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -196,3 +197,43 @@ def test_the_schema_describes_and_checks_every_store(monkeypatch):
     assert not validator.is_valid({**good, "kv_role": "both"})
     assert not validator.is_valid({**good, "kv_connector_extra_config": {"path": "/var/kv", "depth": 20}})
     assert not validator.is_valid({**good, "kv_connector_extra_config": {"path": "/var/kv", "unknown": 2}})
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "message"),
+    [
+        ("HostConnector", {"max_bytes": "abc"}, "max_bytes: 'abc' is not a size"),
+        ("HostConnector", {"max_bytes": -5}, "max_bytes: '-5' is not a size"),
+        ("HostConnector", {"max_bytes": 1, "eviction": "mru"}, "eviction 'mru' is not known; allowed are lru"),
+        ("LMDBConnector", {"path": "/x", "codec": "gzip"}, "codec 'gzip' is not known; allowed are raw"),
+        ("LMDBConnector", {"path": "/x", "segment_bytes": "1Gx"}, "segment_bytes: '1Gx' is not a size"),
+        ("SharedStorageConnector", {"shared_storage_path": "/x", "min_free_bytes": "0"}, "min_free_bytes: '0' must be"),
+        ("NixlConnector", {"plugin": "OBJ"}, "plugin 'OBJ' needs the key 'bucket'"),
+        ("NixlConnector", {"path": "/x", "lane_bytes": 5000}, "lane_bytes 5000 must be a multiple of 4KiB"),
+        ("NixlPeerConnector", {"address": "a:1", "lane_bytes": 1}, "lane_bytes 1 must be at least 8KiB"),
+        ("S3Connector", {"bucket": "b", "multipart_bytes": "1MiB"}, "multipart_bytes '1MiB' must be at least 5MiB"),
+        ("MooncakeConnector", {"master_server_address": "a:1", "local_buffer_size": "x"}, "local_buffer_size: 'x' is"),
+    ],
+)
+def test_all_that_needs_no_opening_is_checked_before_it(name, extra, message):
+    store = {"kv_connector": name, "kv_connector_extra_config": extra}
+    with pytest.raises(ConfigError, match=f"^{name}'s kv_connector_extra_config: {re.escape(message)}"):
+        load_config(store, environ={})
+    # The same inside a stack, which says which tier it is.
+    fine = {"kv_connector": "HostConnector", "kv_connector_extra_config": {"max_bytes": "1MiB"}}
+    stack = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [fine, store]}}
+    with pytest.raises(ConfigError, match=rf"^MultiConnector's .*: connectors\[1\]: {name}'s .*{re.escape(message)}"):
+        load_config(stack, environ={})
+
+
+def test_a_stack_s_own_settings_are_checked_before_it_is_opened():
+    fine = {"kv_connector": "HostConnector", "kv_connector_extra_config": {"max_bytes": "1MiB"}}
+    for extra, message in (
+        ({"quota_bytes": {"tenant": "much"}}, "quota_bytes: tenant: 'much' is not a size"),
+        ({"default_quota_bytes": "much"}, "default_quota_bytes: 'much' is not a size"),
+        ({"low_watermark": 0.9}, "low_watermark 0.9 must not be above high_watermark 0.8"),
+        ({"connectors": [{**fine, "kv_connector": "HostConector"}]}, "connectors\\[0\\]: .*HostConector"),
+    ):
+        stack = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [fine], **extra}}
+        with pytest.raises(ConfigError, match=message):
+            load_config(stack, environ={})

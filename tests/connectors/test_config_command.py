@@ -22,7 +22,7 @@ def test_check_says_that_a_file_is_valid_and_shows_defaults(tmp_path):
     done = kvtide("check", str(file))
     assert (done.returncode, done.stderr) == (0, "")
     assert "the configuration is valid" in done.stdout
-    assert f'path: "{tmp_path / "store"}"' in done.stdout
+    assert f"path: {tmp_path / 'store'}\n" in done.stdout
     assert not (tmp_path / "store").exists()  # checking opens nothing
 
 
