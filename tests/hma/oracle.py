@@ -693,7 +693,8 @@ class Engine:
             request.held[group], request.ends[group] = held[group], length // fmt.block_size
         request.loading = Loading(length, missing, states)
         # Blocks that the row no longer needs come free after the others are taken.
-        self.compare(may_evict=free_pages < sum(needs))
+        pages = sum(-(-need // per_page) for need, per_page in zip(needs, self.per_page, strict=True))
+        self.compare(may_evict=free_pages < pages)
         return True
 
     def end_load(self, name: str, fails: Sequence[bool]) -> None:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from layouts import layout_of
+from oracle import Engine, geometry_of
 
-from kvtide.hma import HybridMemoryManager, Item
+from kvtide.hma import HybridMemoryManager, Item, hashing, prefix_index
 from kvtide.kvcache import (
     Component,
     CrossAttention,
@@ -25,6 +26,10 @@ SINKS = layout_of("sinks", (1, FullAttention(1, 8, 8)), (2, SinkWindow(1, 8, 8, 
 
 STATES = layout_of("states", (1, FullAttention(1, 8, 8)), (2, RecurrentState((Component("ssm", (4, 8), "float32"),))))
 IMAGES = layout_of("images", (1, FullAttention(1, 8, 8)), (1, CrossAttention(1, 8, 8)))
+
+
+def window(size):
+    return SlidingWindow(1, 1, 1, window=size)
 
 
 def manager_of(layout, memory="4MiB", **options):
@@ -187,6 +192,38 @@ def test_a_load_that_does_not_fit_is_refused_and_changes_nothing():
     with pytest.raises(Exhausted, match="need"):
         manager.reserve_load(row, 896)
     assert state(manager) == before
+
+
+def test_a_load_takes_its_blocks_before_it_lets_go_of_others():
+    """Found by the state machine: the page that a load gives back comes too late to spare a cached one."""
+    layout = layout_of("small", (1, FullAttention(1, 1, 1)), (1, window(1)), (1, window(2)))
+    blocks = {"full_attention": 1, "sliding_window": 1, "sliding_window_2": 2}
+    engine = Engine(geometry_of(layout, blocks, dict.fromkeys(blocks, 1)), 6, max_requests=5, max_model_len=56)
+    engine.admit("a", [0, 1, 0, 1, 1, 0, 1, 0])
+    engine.reserve(["a"], [3])
+    engine.commit()
+    cached, pool = len(engine.cached), engine.manager.pool
+    assert cached == 7
+    assert pool.free_pages == 0
+    assert engine.start_load("a", 6)
+    assert pool.free_pages == 1
+    assert len(engine.cached) < cached
+
+
+def test_a_refused_load_changes_nothing_but_that_keys_are_made(monkeypatch):
+    """Found by the state machine: the keys of a span that was looked up as one are made when a load asks for them."""
+    for module in (hashing, prefix_index):
+        monkeypatch.setattr(module, "SPAN", 2)
+    layout = layout_of("small", (1, FullAttention(1, 1, 1)), (1, window(1)))
+    blocks = {"full_attention": 1, "sliding_window": 4}
+    engine = Engine(geometry_of(layout, blocks, dict.fromkeys(blocks, 1)), 2, max_requests=5, max_model_len=56)
+    engine.admit("a", [0, 1])
+    engine.reserve(["a"], [2])
+    engine.commit()
+    engine.release("a")
+    engine.admit("b", [0, 1] * 6 + [0])
+    assert engine.requests["b"].committed == 0
+    assert not engine.start_load("b", 12)
 
 
 def test_misuse_is_named_and_changes_nothing():
