@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvtide.connectors.config import TransferConfig, load_config, make_store, store_settings
+from kvtide.connectors.settings import secret
 from kvtide.kvcache import ConfigError
 from kvtide.kvcache.sizes import parse_bytes
 from kvtide.offload.keys import KEY_BYTES, SPACE_BYTES, StoreKey
@@ -25,6 +26,7 @@ from kvtide.offload.values import Header
 
 from .options import console, human_bytes, json_option, parse_size, print_json
 from .store_bench import bench_store
+from .store_serve import serve_store
 
 BATCH = 64
 
@@ -236,6 +238,40 @@ def _tiers(name: str, store: Store) -> list[tuple[str, Store]]:
 def _batches(entries: Iterator[Entry]) -> Iterator[Sequence[StoreKey]]:
     while keys := [entry.key for entry in islice(entries, BATCH)]:
         yield keys
+
+
+@command.command()
+@config_argument
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to serve on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; a free one by default.")
+@click.option("--connections", type=click.IntRange(1, 1024), default=8, show_default=True, help="Readers at a time.")
+@click.option("--share", callback=parse_size, default="64MiB", show_default=True, help="Memory of each reader.")
+@click.option("--secret-env", help="Environment variable that holds the secret which readers must have.")
+@click.option("--secret-file", help="File that holds the secret, and nothing else.")
+@click.option("--package", default="nixl", show_default=True, help="NIXL's build: nixl, nixl_cu12 or nixl_cu13.")
+def serve(
+    config: str,
+    host: str,
+    port: int,
+    connections: int,
+    share: int,
+    secret_env: str | None,
+    secret_file: str | None,
+    package: str,
+) -> None:
+    """Let other engines read a store (as their NixlPeerConnector), until SIGINT or SIGTERM.
+
+    Any address but this machine's own needs a secret of at least 16 characters.
+
+    \b
+    Example:
+      KV_SECRET=... kvtide store serve kv.yaml --host 10.0.0.5 --port 7070 --secret-env KV_SECRET
+    """
+    key = secret("secret", secret_env, secret_file)
+    with opened(config, looks=True) as (_, store):
+        serve_store(
+            store, host=host, port=port, connections=connections, share_bytes=share, package=package, secret=key
+        )
 
 
 def _hex(text: str, what: str, most: int) -> str:

@@ -6,15 +6,13 @@ without raising; a fault it meets it counts with `_fault`. No call runs any more
 
 from __future__ import annotations
 
-import os
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtide.kvcache import ConfigError, KvtideError
+from kvtide.kvcache import KvtideError
 from kvtide.offload.codecs import codec_named
 from kvtide.offload.keys import KEY_BYTES, StoreKey
 from kvtide.offload.sealing import landing, seal, unseal
@@ -240,23 +238,6 @@ def key_of(name: str) -> StoreKey | None:
     except ValueError:
         return None
     return key if len(key) == KEY_BYTES and key.hex() == name else None
-
-
-def secret(what: str, env: str | None, file: str | None) -> str | None:
-    """A secret from the environment variable or the file that the settings `{what}_env` and `{what}_file` name."""
-    if env is not None and file is not None:
-        raise ConfigError(f"{what}_env and {what}_file must not both be given")
-    if env is not None:
-        if env not in os.environ:
-            raise ConfigError(f"{what}_env names the environment variable {env!r}, which is not set")
-        return os.environ[env]
-    if file is not None:
-        try:
-            return Path(file).read_text(encoding="utf-8").rstrip("\r\n")
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise ConfigError(f"{what}_file {file!r} cannot be read: {reason}") from None
-    return None
 
 
 def _check_keys(keys: Sequence[StoreKey]) -> None:

@@ -30,7 +30,8 @@ from .base import BaseConnector
 from .lanes import Lane, Lanes, aligned, parts
 from .nixl_agent import Agent, Piece
 from .peer_messages import Answer, Contains, Fetch, Heads, Hello, Request, Scan, Stats, receive_answer, send
-from .settings import StoreConfig
+from .peer_secret import is_proof, make_nonce, make_proof
+from .settings import StoreConfig, secret
 
 PAGE_OF_ENTRIES = 10_000
 
@@ -44,6 +45,10 @@ class NixlPeerConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         Meta(description="host:port that the peer serves on.", pattern=r"^(\[[0-9a-fA-F:.]+\]|[^:\s]+):[0-9]{1,5}$"),
     ]
+    secret_env: Annotated[
+        str | None, Meta(description="Environment variable that holds the secret which the peer's readers must have.")
+    ] = None
+    secret_file: Annotated[str | None, Meta(description="File that holds the secret, and nothing else.")] = None
     package: Annotated[
         Literal["nixl", "nixl_cu12", "nixl_cu13"], Meta(description="NIXL's build; nixl chooses by the CUDA it finds.")
     ] = "nixl"
@@ -70,6 +75,7 @@ class Peer:
 
     def __init__(self, config: NixlPeerConfig, lane: Lane) -> None:
         self._config = config
+        self._secret = secret("secret", config.secret_env, config.secret_file)
         self._agent = Agent("UCX", {}, "DRAM", config.package)
         self._agent.register(lane.address, len(lane.memory))
         self._socket: socket.socket | None = None
@@ -125,11 +131,29 @@ class Peer:
             self._socket = socket.create_connection((host.strip("[]"), int(port)), self._config.timeout_seconds)
         except OSError as error:
             raise Lost("timeout" if isinstance(error, TimeoutError) else "connection") from None
-        self._hello = self._exchange(Hello())
+        self._hello = self._greet()
         if not self._hello.metadata:
             self.drop()
             raise Lost("peer is busy")
         self._agent.meet(self._hello.metadata)
+
+    def _greet(self) -> Answer:
+        nonce = make_nonce()
+        answer = self._exchange(Hello(nonce=nonce))
+        if self._secret is None:
+            problem = "peer wants a secret" if answer.nonce else ""
+        elif not answer.nonce:
+            problem = "peer has no secret"
+        else:
+            mine = make_proof(self._secret, "reader", answer.nonce, nonce)
+            server_nonce = answer.nonce
+            answer = self._exchange(Hello(nonce=nonce, proof=mine))
+            has_it = is_proof(answer.proof, self._secret, "server", server_nonce, nonce)
+            problem = "" if has_it else "peer has another secret"
+        if problem:
+            self.drop()
+            raise Lost(problem)
+        return answer
 
     def _exchange(self, request: Request) -> Answer:
         assert self._socket is not None

@@ -6,14 +6,16 @@
 Each connection has a thread and a share of registered memory. A fetch copies values from the store into the share,
 checked by the store as any read of it, under headers that carry a number which no other value of the server has; then
 the reader takes them from there. The share belongs to the connection until it ends, so that nothing has to be locked
-in the store while a peer reads, and a peer that stalls holds up nobody. The port answers whoever reaches it: bind it to
-the network of the engines only.
+in the store while a peer reads, and a peer that stalls holds up nobody. On any address but the machine's own, readers
+have to prove a secret (`peer_secret`) before they learn anything; bytes travel as they are, so keep the port to the
+engines' network all the same.
 """
 
 from __future__ import annotations
 
 import contextlib
 import heapq
+import ipaddress
 import itertools
 import secrets
 import socket
@@ -29,10 +31,17 @@ from kvtide.offload.values import HEADER_BYTES, Header, make_header
 from .lanes import Memory, aligned
 from .nixl_agent import Agent
 from .peer_messages import Answer, AnyRequest, Contains, Fetch, Heads, Hello, Scan, Stats, receive_request, send
+from .peer_secret import is_proof, make_nonce, make_proof
+
+LEAST_SECRET = 16
+_GREETING_S = 10.0  # that a connection may take to become a reader
 
 
 class PeerServer:
-    """Serves a store, which stays its owner's to close. `ConfigError` when UCX or the address cannot be had."""
+    """Serves a store, which stays its owner's to close. `ConfigError` when UCX or the address cannot be had.
+
+    Readers must have the `secret`, if there is one; without one only addresses of the loopback interface are served.
+    """
 
     def __init__(
         self,
@@ -43,8 +52,12 @@ class PeerServer:
         connections: int = 8,
         share_bytes: int | str = "64MiB",
         package: str = "nixl",
+        secret: str | None = None,
     ) -> None:
+        if secret is not None and len(secret) < LEAST_SECRET:
+            raise ConfigError(f"the secret of a peer server has {len(secret)} characters; at least {LEAST_SECRET}")
         self._store = store
+        self._secret = secret
         self._share_bytes = aligned(parse_bytes(share_bytes))
         self._memory = Memory(connections * self._share_bytes)
         # With a progress thread, since peers read while nobody here asks the agent for anything.
@@ -57,10 +70,14 @@ class PeerServer:
         self._open: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._closed = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, port))
+            self._listener = socket.create_server((host, port), family=family)
         except OSError as error:
             raise ConfigError(f"a peer server cannot listen on {host}:{port}: {error.strerror}") from None
+        if secret is None and not ipaddress.ip_address(self._listener.getsockname()[0]).is_loopback:
+            self._listener.close()
+            raise ConfigError(f"a peer server on {host} needs a secret; without one it may only serve on 127.0.0.1")
         self._acceptor = threading.Thread(target=self._accept, name="kvtide-peer-server", daemon=True)
         self._acceptor.start()
 
@@ -68,7 +85,7 @@ class PeerServer:
     def address(self) -> str:
         """host:port that it serves on."""
         host, port = self._listener.getsockname()[:2]
-        return f"{host}:{port}"
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def close(self) -> None:
         """End every connection. A reader in a transfer gets an error."""
@@ -111,17 +128,22 @@ class PeerServer:
         share: int | None = None
         try:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a reader's machine may be gone
+            connection.settimeout(_GREETING_S)
             with connection, contextlib.suppress(OSError, msgspec.MsgspecError):
+                greeting = self._greet(connection)
+                if greeting is None:
+                    return
+                with self._lock:
+                    share = self._free.pop() if self._free else None
+                if share is None:
+                    send(connection, Answer(proof=greeting))
+                    return
+                address = self._memory.address + share * self._share_bytes
+                send(connection, Answer(self._agent.name, self._metadata, address, self._share_bytes, proof=greeting))
+                connection.settimeout(None)
                 while True:
-                    request = receive_request(connection)
-                    if share is None:
-                        with self._lock:
-                            share = self._free.pop() if self._free and isinstance(request, Hello) else None
-                    if share is None:
-                        send(connection, Answer())
-                        return
                     try:
-                        answer = self._answer(request, share)
+                        answer = self._answer(receive_request(connection), share)
                     except KvtideError:  # no key, or lengths that are none
                         return
                     send(connection, answer)
@@ -131,11 +153,23 @@ class PeerServer:
                 if share is not None:
                     self._free.append(share)
 
+    def _greet(self, connection: socket.socket) -> bytes | None:
+        """What proves this side to a reader that has proved itself; None for one that has not."""
+        hello = receive_request(connection)
+        if self._secret is None:
+            return b"" if isinstance(hello, Hello) else None
+        nonce = make_nonce()
+        send(connection, Answer(nonce=nonce))
+        hello = receive_request(connection)
+        if not isinstance(hello, Hello) or not is_proof(hello.proof, self._secret, "reader", nonce, hello.nonce):
+            send(connection, Answer(refused=True))
+            return None
+        return make_proof(self._secret, "server", nonce, hello.nonce)
+
     def _answer(self, request: AnyRequest, share: int) -> Answer:
         match request:
             case Hello():
-                address = self._memory.address + share * self._share_bytes
-                return Answer(self._agent.name, self._metadata, address, self._share_bytes)
+                raise KvtideError("a connection greets once")
             case Contains():
                 return Answer(statuses=[int(status) for status in self._store.contains(request.keys)])
             case Fetch():

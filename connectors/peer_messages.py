@@ -20,7 +20,10 @@ class Request(msgspec.Struct, tag=True, frozen=True):
 
 
 class Hello(Request, frozen=True):
-    """Who are you, and where is my share?"""
+    """Who are you, and where is my share? With a secret, see `peer_secret`."""
+
+    nonce: bytes = b""
+    proof: bytes = b""
 
 
 class Contains(Request, frozen=True):
@@ -58,7 +61,10 @@ AnyRequest = Hello | Contains | Fetch | Heads | Scan | Stats
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What was asked for; a `Hello` that finds no share free is answered without metadata."""
+    """What was asked for; a `Hello` that finds no share free is answered without metadata.
+
+    One that has yet to prove the secret gets a `nonce`, one whose proof is wrong gets `refused`.
+    """
 
     agent: str = ""
     metadata: bytes = b""
@@ -69,6 +75,9 @@ class Answer(msgspec.Struct, frozen=True):
     heads: list[tuple[int, int, int, int, bytes, bytes] | None] = []
     entries: list[tuple[bytes, int]] = []
     counts: tuple[int, int, int | None] = (0, 0, None)
+    nonce: bytes = b""
+    proof: bytes = b""
+    refused: bool = False
 
 
 _REQUESTS = msgspec.msgpack.Decoder(AnyRequest)

@@ -24,8 +24,8 @@ from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Entry, Status, StoreStats
 from kvtide.offload.values import HEADER_BYTES, Header
 
-from .base import BaseConnector, key_of, present, secret
-from .settings import CodecName, StoreConfig
+from .base import BaseConnector, key_of, present
+from .settings import CodecName, StoreConfig, secret
 
 STRING_LIMIT = 512 << 20  # of the server
 _BATCH_BYTES = 8 << 20  # of one pipeline: held in memory beside the caller's buffers

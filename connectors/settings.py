@@ -6,6 +6,8 @@ types and bounds by the annotations, the rest when it is made.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -52,3 +54,20 @@ def size_of(name: str, value: int | str) -> int:
         return parse_bytes(value)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+
+
+def secret(what: str, env: str | None, file: str | None) -> str | None:
+    """A secret from the environment variable or the file that the settings `{what}_env` and `{what}_file` name."""
+    if env is not None and file is not None:
+        raise ConfigError(f"{what}_env and {what}_file must not both be given")
+    if env is not None:
+        if env not in os.environ:
+            raise ConfigError(f"{what}_env names the environment variable {env!r}, which is not set")
+        return os.environ[env]
+    if file is not None:
+        try:
+            return Path(file).read_text(encoding="utf-8").rstrip("\r\n")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ConfigError(f"{what}_file {file!r} cannot be read: {reason}") from None
+    return None

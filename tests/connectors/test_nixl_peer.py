@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -12,16 +13,18 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import services
 
-from kvtide.connectors.config import store_settings
+from kvtide.connectors.config import load_config, open_store, store_settings
 from kvtide.connectors.host import HostConfig, HostConnector
 from kvtide.connectors.nixl_peer import NixlPeerConfig, NixlPeerConnector
 from kvtide.connectors.nixl_server import PeerServer
-from kvtide.connectors.peer_messages import Fetch
+from kvtide.connectors.peer_messages import Answer, Contains, Fetch, Hello, receive_answer, receive_request, send
+from kvtide.connectors.peer_secret import make_proof
 from kvtide.kvcache import ConfigError, KvtideError
 from kvtide.offload.conformance import StoreConformance, key_of, value_of
 from kvtide.offload.store import Entry, Status, Store, StoreStats
@@ -287,3 +290,114 @@ with NixlPeerConnector(NixlPeerConfig(address="127.0.0.1:1", package="{PACKAGE}"
     store.contains([bytes(32)])
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+SECRET = "correct horse battery staple"
+
+
+@pytest.mark.parametrize(
+    ("servers", "readers", "fault"),
+    [
+        (SECRET, SECRET, None),
+        (SECRET, None, "peer wants a secret"),
+        (SECRET, SECRET + "!", "peer has another secret"),
+        (None, SECRET, "peer has no secret"),
+    ],
+)
+def test_readers_and_servers_prove_one_secret(
+    servers: str | None, readers: str | None, fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if readers is not None:
+        monkeypatch.setenv("KV_SECRET", readers)
+    with (
+        HostConnector(HostConfig(max_bytes="1MiB")) as host,
+        PeerServer(host, package=PACKAGE, secret=servers, share_bytes="1MiB") as server,
+        open_peer(server.address, secret_env="KV_SECRET" if readers is not None else None) as store,
+    ):
+        host.put([key_of(1)], [value_of(key_of(1), 100)])
+        buffer = bytearray(100)
+        status = store.get_into([key_of(1)], [buffer])
+        if fault is None:
+            assert status == [Status.HIT]
+            assert buffer == value_of(key_of(1), 100)
+        else:
+            assert status == [Status.ERROR]
+            assert buffer == bytes(100)
+            assert store.stats().faults[fault] >= 1
+
+
+def test_a_stranger_learns_nothing_from_a_server_with_a_secret() -> None:
+    with (
+        HostConnector(HostConfig(max_bytes="1MiB")) as host,
+        PeerServer(host, package=PACKAGE, secret=SECRET, share_bytes="1MiB") as server,
+    ):
+        address = (server.address.split(":")[0], int(server.address.split(":")[1]))
+
+        def say(*requests: Any) -> list[Answer]:
+            answers = []
+            with socket.create_connection(address, timeout=5) as connection, contextlib.suppress(OSError):
+                for request in requests:
+                    send(connection, request)
+                    answers.append(receive_answer(connection))
+            return answers
+
+        (first, *_) = challenges = say(Hello(nonce=bytes(32)))
+        assert challenges == [Answer(nonce=first.nonce)]
+        assert len(first.nonce) == 32
+        assert say(Hello())[0].nonce != first.nonce
+        late = make_proof(SECRET, "reader", first.nonce, bytes(32))  # of another connection: a replay
+        for proof in (b"", late, make_proof(SECRET, "server", first.nonce, bytes(32))):
+            assert say(Hello(), Hello(nonce=bytes(32), proof=proof))[1] == Answer(refused=True)
+        assert say(Hello(), Contains(keys=[key_of(1)]))[1] == Answer(refused=True)
+        assert say(Hello(), Hello(nonce=b"", proof=b""))[1:] == [Answer(refused=True)]
+
+
+def test_a_server_that_cannot_prove_the_secret_is_not_read_from(tmp_path: Path) -> None:
+    """Something else on the port asks for a proof, and sends a real server's metadata."""
+    file = tmp_path / "secret"
+    file.write_text(SECRET + "\n")
+    with Served() as store, socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def pretend() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                receive_request(connection)
+                send(connection, Answer(nonce=bytes(32)))
+                hello = receive_request(connection)
+                send(connection, Answer("x", store.server._metadata, 1, 1 << 20, proof=hello.proof))
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with open_peer(f"127.0.0.1:{listener.getsockname()[1]}", secret_file=str(file)) as victim:
+            assert victim.contains([key_of(1)]) == [Status.ERROR]
+            assert victim.stats().faults["peer has another secret"] == 1
+        thread.join()
+
+
+def test_other_addresses_than_loopback_need_a_secret() -> None:
+    with HostConnector(HostConfig(max_bytes="1MiB")) as host:
+        with pytest.raises(ConfigError, match=r"on 0\.0\.0\.0 needs a secret"):
+            PeerServer(host, host="0.0.0.0", package=PACKAGE, share_bytes="1MiB")
+        with pytest.raises(ConfigError, match="has 5 characters; at least 16"):
+            PeerServer(host, package=PACKAGE, secret="short")
+        with PeerServer(host, host="0.0.0.0", package=PACKAGE, share_bytes="1MiB", secret=SECRET):
+            pass
+
+
+def test_the_command_serves_a_store_beside_its_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"kv_connector": "LMDBConnector", "kv_connector_extra_config": {"path": str(tmp_path)}}
+    monkeypatch.setenv("KV_SECRET", SECRET)
+    arguments = ["store", "serve", json.dumps(config), "--package", PACKAGE, "--secret-env", "KV_SECRET"]
+    with open_store(load_config(config, environ={})) as writer:
+        writer.put([key_of(1)], [value_of(key_of(1), 5000)])
+        command = [sys.executable, "-c", "from kvtide.cli.main import run; run()", *arguments]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            # UCX may say things of its own before.
+            line = next(line for line in process.stdout if line.startswith("serving on 127.0.0.1:"))
+            with open_peer(line.split()[-1], secret_env="KV_SECRET") as store:
+                buffer = bytearray(5000)
+                assert store.get_into([key_of(1)], [buffer]) == [Status.HIT]
+                assert buffer == value_of(key_of(1), 5000)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
