@@ -24,6 +24,7 @@ COMMANDS = {
     "kernels": "Show which attention backends can run here, which is picked, and why the others are not.",
     "store": "Look into a configured store, check it, clean it, measure it.",
     "config": "Check a connector configuration, or print its JSON schema.",
+    "doctor": "Show what is installed, which stores and kernels work here, and why the others do not.",
 }
 
 
