@@ -25,6 +25,7 @@ COMMANDS = {
     "store": "Look into a configured store, check it, clean it, measure it.",
     "config": "Check a connector configuration, or print its JSON schema.",
     "doctor": "Show what is installed, which stores and kernels work here, and why the others do not.",
+    "completion": "Print what makes a shell complete kvtide's commands and options.",
 }
 
 
