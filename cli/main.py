@@ -15,6 +15,7 @@ from importlib import import_module, metadata
 import click
 
 COMMANDS = {
+    "demo": "Show what kvtide does, on a bundled model and trace.",
     "waste": "Show where the KV bytes of a workload go, by cause, under each policy.",
     "layout": "Show a model's layers and groups, their bytes, and where each field came from.",
     "plan": "Show how many requests and how long a context fit in a memory budget.",
