@@ -4,9 +4,9 @@
     model.generate(**inputs, cache=cache)                  (before transformers 5.24: past_key_values=cache)
 
 `KvtideCache` serves `generate`: prefixes are found again, rows that do not fit take turns, a store can stand behind it.
-`PagedModel` is what an engine with a scheduler of its own calls: one step of any rows through the model. Served are full
-attention, sliding windows, soft caps, sink logits, MLA (latents, absorbed) and gated delta nets; for inference. Needs
-transformers 5; the names are loaded when they are first used.
+`PagedModel` is what an engine with a scheduler of its own calls: one step of any rows through the model. Full
+attention, sliding windows, soft caps, sink logits, MLA (latents, absorbed) and gated delta nets are served, for
+inference. Needs transformers 5; the names are loaded when they are first used.
 """
 
 from __future__ import annotations
