@@ -87,6 +87,15 @@ def check_scale(scale: object) -> float:
     return float(scale)
 
 
+def check_soft_cap(soft_cap: object) -> float | None:
+    """What bounds the scores; None for no bound."""
+    if soft_cap is None:
+        return None
+    if isinstance(soft_cap, bool) or not isinstance(soft_cap, numbers.Real) or not 0 < float(soft_cap) < math.inf:
+        raise ConfigError(f"soft_cap is {soft_cap!r}; it must be a finite number above 0, or None")
+    return float(soft_cap)
+
+
 def check_whole(name: str, value: object, low: int = 1, otherwise: str = "") -> int:
     """A whole number of at least `low`; NumPy's are taken too. `otherwise` ends the message."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < low:

@@ -2,7 +2,7 @@
 
     full attention     nothing                              sliding window   window
     chunked local      chunk                                sinks + window   window, sink_tokens
-    sink logits        sinks (gpt-oss, MiMo-V2), any kind
+    sink logits        sinks (gpt-oss, MiMo-V2), any kind      soft cap         soft_cap (Gemma-2), any kind
 
 Same tables, positions, empty rows and LSE as MLA decode (`contract.py`), for any number of query tokens, so decode and
 chunked prefill are one call. Triton on CUDA, torch elsewhere. A compact table (one that starts at the first block still
@@ -30,6 +30,7 @@ from .arguments import (
     check_rows,
     check_scale,
     check_sink,
+    check_soft_cap,
     check_tensor,
     check_tokens,
     check_whole,
@@ -67,6 +68,7 @@ def paged_attention(
     chunk: int | None = None,
     sinks: torch.Tensor | None = None,
     sink_tokens: int = 0,
+    soft_cap: float | None = None,
     q_lens: torch.Tensor | None = None,
     k_scale: torch.Tensor | float = 1.0,
     v_scale: torch.Tensor | float = 1.0,
@@ -81,8 +83,9 @@ def paged_attention(
     multiple of `kv_heads`. `block_table`, `seq_lens`, `q_lens`, `scale` as for `mla_decode`.
     `window`: a query sees itself and the `window - 1` tokens before it. `chunk`: it sees its own chunk, up to itself;
     chunks start at multiples of `chunk`, a multiple of the block size. `sink_tokens`: the first tokens that all later
-    ones see besides. `sinks` [heads]: logits that take part in the softmax and add no value. `backend`: "torch" or
-    "triton"; None takes Triton on CUDA.
+    ones see besides. `sinks` [heads]: logits that take part in the softmax and add no value. `soft_cap`: a score s
+    becomes soft_cap * tanh(s / soft_cap), before masks and sinks. `backend`: "torch" or "triton"; None takes Triton on
+    CUDA.
 
     Returns `out` [batch, q_len, heads, value_dim] of the query's dtype, and `lse` float32 [batch, q_len, heads].
     """
@@ -120,7 +123,7 @@ def paged_attention(
     ]
     out = check_result("out", out, (batch, q_len, heads, value_cache.shape[3]), query.dtype, device)
     lse = check_result("lse", lse, (batch, q_len, heads), torch.float32, device)
-    scale = check_scale(scale)
+    scale, soft_cap = check_scale(scale), check_soft_cap(soft_cap)
     check_lengths(block_table, seq_lens, q_lens, q_len, block_size)
     if not (batch and q_len and block_table.shape[1] and entries):
         out.zero_()
@@ -142,6 +145,7 @@ def paged_attention(
             chunk=chunk,
             sink=sinks,
             sink_tokens=sink_tokens,
+            soft_cap=soft_cap,
             k_scale=scales[0],
             v_scale=scales[1],
         )
@@ -163,7 +167,7 @@ def paged_attention(
                 _gathered(cache, at) * factor for cache, factor in ((key_cache, scales[0]), (value_cache, scales[1]))
             )
             out[row, :count], lse[row, :count] = _attend(
-                query[row, :count].float(), keys, values, visible[:, read], scale, sinks
+                query[row, :count].float(), keys, values, visible[:, read], scale, soft_cap, sinks
             )
     return AttentionResult(out, lse)
 
@@ -195,12 +199,15 @@ def _attend(
     values: torch.Tensor,
     visible: torch.Tensor,
     scale: float,
+    soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `[count, heads, value_dim]` and LSE `[count, heads]` of one row, in float32."""
     count, _, dim = query.shape
     grouped = query.view(count, keys.shape[1], -1, dim).permute(1, 2, 0, 3)
     scores = scale * torch.matmul(grouped, keys.permute(1, 2, 0)[:, None])
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores.masked_fill_(~visible, -math.inf).flatten(0, 1)
     lse = torch.logsumexp(scores, dim=-1)
     if sinks is not None:

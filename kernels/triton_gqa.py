@@ -5,8 +5,8 @@
 
 Decode and extend are one kernel: many query tokens only mean more row tiles. Every mask of the hybrid layouts is here:
 causal from the bottom right, sliding window, chunks, tokens that are always visible, a logit per head that takes part
-in the softmax. Keys that no row of a tile sees are not read, so that the cost follows the window. It need not win
-races: a long context on a small batch is read by few programs.
+in the softmax, a soft cap on scores. Keys that no row of a tile sees are not read, so that the cost follows the window.
+It need not win races: a long context on a small batch is read by few programs.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 # ruff: noqa: N803, N806
@@ -38,6 +38,7 @@ def _attend_tile(
     out,
     lse,
     score_factor,
+    soft_cap,
     query_b,
     query_t,
     query_h,
@@ -75,6 +76,7 @@ def _attend_tile(
     HAS_WINDOW: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -141,7 +143,12 @@ def _attend_tile(
         qk = dot(q, tl.trans(k.to(DOT)), tl.full((ROWS, KEYS), 0.0, tl.float32), UPCAST)
         inside = (key[None, :] >= start[:, None]) | (key < sink_stop)[None, :]
         visible = (key[None, :] <= position[:, None]) & inside
-        qk = tl.where(visible, qk * factor, float("-inf"))
+        qk = qk * factor
+        if HAS_SOFT_CAP:
+            # Scores and the cap are times log2(e). tanh(x) = 1 - 2 / (1 + exp(2x)), which is 1 long before 2**100.
+            grown = tl.exp2(tl.minimum(qk * (2.0 * 1.4426950408889634 / soft_cap), 100.0))
+            qk = soft_cap - 2.0 * soft_cap / (1.0 + grown)
+        qk = tl.where(visible, qk, float("-inf"))
         highest = tl.maximum(maximum, row_max(qk))
         reference = tl.where(highest == float("-inf"), 0.0, highest)
         grown = tl.exp2(maximum - reference)
@@ -184,13 +191,15 @@ def attend(
     chunk: int | None = None,
     sink: torch.Tensor | None = None,
     sink_tokens: int = 0,
+    soft_cap: float | None = None,
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
 ) -> None:
     """Attention of `query` [batch, q_len, heads, dim] over caches [entries, block_size, kv_heads, dim].
 
     Table, lengths, causality, empty rows and LSE as in `contract.MlaCall`. `sink` float32 [heads] is a logit without a
-    value; the first `sink_tokens` keys are seen by all later queries, whatever the window or chunk.
+    value; the first `sink_tokens` keys are seen by all later queries, whatever the window or chunk. `soft_cap` as for
+    `paged_attention`.
     """
     attend_launch(
         query,
@@ -206,6 +215,7 @@ def attend(
         chunk=chunk,
         sink=sink,
         sink_tokens=sink_tokens,
+        soft_cap=soft_cap,
         k_scale=k_scale,
         v_scale=v_scale,
         capability=machine_of(query.device).capability,
@@ -227,6 +237,7 @@ def attend_launch(
     chunk: int | None,
     sink: torch.Tensor | None,
     sink_tokens: int,
+    soft_cap: float | None,
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
     capability: tuple[int, int],
@@ -262,6 +273,7 @@ def attend_launch(
             "out": out,
             "lse": lse,
             "score_factor": scale * math.log2(math.e),
+            "soft_cap": (soft_cap or 1.0) * math.log2(math.e),
             "query_b": query.stride(0),
             "query_t": query.stride(1),
             "query_h": query.stride(2),
@@ -299,6 +311,7 @@ def attend_launch(
             "HAS_WINDOW": window is not None,
             "HAS_CHUNK": chunk is not None,
             "HAS_SINK": sink is not None,
+            "HAS_SOFT_CAP": soft_cap is not None,
             "INTERPRETED": interpreted,
             "UPCAST": wide or interpreted,
         },

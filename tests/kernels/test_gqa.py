@@ -60,6 +60,7 @@ class Layer:
         sink_tokens: int = 0,
         sinks: torch.Tensor | None = None,
         q_lens: list[int] | None = None,
+        soft_cap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         batch, q_len, heads, _ = self.query.shape
         out = torch.zeros((batch, q_len, heads, self.values.shape[3]), dtype=torch.float64)
@@ -72,6 +73,8 @@ class Layer:
                 for head in range(heads if seen else 0):
                     kv_head = head * keys.shape[1] // heads
                     logits = 0.3 * keys[seen, kv_head].double() @ self.query[row, token, head].double()
+                    if soft_cap is not None:
+                        logits = soft_cap * torch.tanh(logits / soft_cap)
                     if sinks is not None:
                         logits = torch.cat((logits, sinks[head].double()[None]))
                     weights = torch.softmax(logits, 0)[: len(seen)]
@@ -104,6 +107,16 @@ def test_every_mask(masks: dict[str, int], q_len: int, with_logits: bool) -> Non
     layer = Layer([0, 1, 3, 8, 9, 40, 33], q_len, heads=6, kv_heads=2, dims=(16, 12), size=8)
     sinks = torch.randn(6) if with_logits else None
     close(layer.run(**masks, sinks=sinks), layer.expected(**masks, sinks=sinks))
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 3, 50.0])
+def test_soft_caps(soft_cap: float) -> None:
+    """Small ones flatten every score; large ones leave all but outliers alone."""
+    layer = Layer([0, 1, 9, 40], 3, heads=4, kv_heads=2, dims=(16, 12), size=8)
+    layer.query *= 5
+    for options in ({}, {"window": 7}, {"sinks": torch.randn(4)}):
+        close(layer.run(soft_cap=soft_cap, **options), layer.expected(soft_cap=soft_cap, **options))
+    assert (layer.run(soft_cap=soft_cap)[0] - layer.run()[0]).abs().max() > 1e-4
 
 
 def test_rows_with_fewer_query_tokens_report_17() -> None:
@@ -151,6 +164,8 @@ def test_nothing_at_all_report_20() -> None:
         ({"chunk": 12}, "chunk 12 must be a multiple of the block size 8"),
         ({"sink_tokens": -1}, "sink_tokens is -1; it must be a whole number of at least 0"),
         ({"sinks": torch.zeros(3)}, r"sinks has the shape \[3\]; it must be \[2\]"),
+        ({"soft_cap": 0.0}, "soft_cap is 0.0; it must be a finite number above 0, or None"),
+        ({"soft_cap": math.inf}, "soft_cap is inf; it must be a finite number above 0, or None"),
         ({"backend": "cuda"}, "backend is 'cuda'; allowed are torch, triton"),
         ({"k_scale": 2.0}, "k_scale is 2.0; only a cache of fp8_e4m3 takes another than 1"),
     ],

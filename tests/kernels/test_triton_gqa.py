@@ -48,6 +48,8 @@ def attended(
     chunk: int | None = None,
     sink: bool = False,
     sink_tokens: int = 0,
+    soft_cap: float | None = None,
+    spread: float = 1.0,
     dtype: torch.dtype = torch.float32,
     cached: torch.dtype | None = None,
 ) -> None:
@@ -62,7 +64,7 @@ def attended(
     table = torch.full((len(lens), max(counts, default=0)), POISON_ENTRY, dtype=torch.int32)
     for row, row_places in enumerate(places):
         table[row, : len(row_places)] = torch.tensor(row_places, dtype=torch.int32)
-    query = torch.randn(len(lens), q_len, heads, dim, generator=generator).to(dtype)
+    query = (spread * torch.randn(len(lens), q_len, heads, dim, generator=generator)).to(dtype)
     logits = torch.randn(heads, generator=generator) if sink else None
     out = torch.full((len(lens), q_len, heads, value_dim), math.nan, dtype=dtype)
     lse = torch.full((len(lens), q_len, heads), math.nan)
@@ -81,6 +83,7 @@ def attended(
         chunk=chunk,
         sink=logits,
         sink_tokens=sink_tokens,
+        soft_cap=soft_cap,
         k_scale=torch.tensor([K_SCALE if fp8 else 1.0]),
         v_scale=torch.tensor([V_SCALE if fp8 else 1.0]),
     )
@@ -102,6 +105,8 @@ def attended(
                 assert (lse[row, token] == -math.inf).all()
                 continue
             scores = torch.einsum("hd,jhd->hj", query[row, token].double(), k[seen]) * dim**-0.5
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
             if logits is not None:
                 scores = torch.cat([scores, logits.double()[:, None]], dim=1)
             weights = torch.softmax(scores, dim=1)[:, : len(seen)]
@@ -128,6 +133,14 @@ TYPES = [(torch.float32, None), (torch.float16, None), (torch.bfloat16, None), (
 )
 def test_masks(masks: dict[str, int], dtype: torch.dtype, cached: torch.dtype | None) -> None:
     attended(LENS, q_len=3, dtype=dtype, cached=cached, **masks)
+
+
+@pytest.mark.parametrize(("dtype", "cached"), TYPES, ids=str)
+@pytest.mark.parametrize("soft_cap", [0.5, 5.0])
+def test_soft_caps(soft_cap: float, dtype: torch.dtype, cached: torch.dtype | None) -> None:
+    """Scores up to twenty times the cap, where tanh is 1, and scores far below it."""
+    attended(LENS, q_len=2, dtype=dtype, cached=cached, soft_cap=soft_cap, spread=4.0, window=40, sink=True)
+    attended(LENS, dtype=dtype, cached=cached, soft_cap=soft_cap, spread=0.1)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (5, 1), (6, 2), (3, 3), (16, 1)])
