@@ -102,13 +102,13 @@ class KvtideHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             self._flat = self._make_pages(PoolName.KV, mem_pool_host, flat=True)
             self._kv = self._make_pages(PoolName.KV, mem_pool_host, split) if self._by_page else self._flat
             self._pages[PoolName.KV] = self._kv
-            self._describe(self._kv)
+            self._accept(self._kv)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name != PoolName.KV:
             self._pages[host_pool_name] = self._make_pages(host_pool_name, host_pool)
-            self._describe(self._pages[host_pool_name])
+            self._accept(self._pages[host_pool_name])
 
     # The hybrid interface: several pools
 
@@ -223,7 +223,7 @@ class KvtideHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _make_pages(self, name: str, pool: Any, split: int = 1, *, flat: bool = False) -> PoolPages:
         replicated = self._config.is_mla_model and not _is_cut_by_heads(name, pool)
-        pages = PoolPages(
+        return PoolPages(
             str(name),
             pool,
             weights=self._weights,
@@ -233,11 +233,10 @@ class KvtideHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             page_tokens=self._pool.page_size,
             flat=flat,
         )
+
+    def _accept(self, pages: PoolPages) -> None:
         for num_bytes in pages.value_bytes:
             self._io.check_value(num_bytes)
-        return pages
-
-    def _describe(self, pages: PoolPages) -> None:
         logger.info(
             "KvtideHiCacheStorage: pool %s, %s, %s bytes a page, %s",
             pages.name,
