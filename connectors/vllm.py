@@ -37,12 +37,13 @@ from kvtide.kvcache import ConfigError
 from kvtide.offload.keys import HeadPart, ValueSpace
 
 from .config import open_store
+from .per_rank import is_private
 from .vllm_groups import Group, layer_spec, read_groups
 from .vllm_messages import FromWorker, ToWorker
 from .vllm_metrics import KvtideMetrics, KvtideStats
 from .vllm_pages import Pages
 from .vllm_scheduler import SchedulerSide
-from .vllm_settings import VllmSettings, is_private, read_settings, store_config
+from .vllm_settings import VllmSettings, read_settings, store_config
 from .vllm_weights import weights_name
 from .vllm_worker import Part, Results, WorkerSide
 
@@ -257,7 +258,7 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             hash_key=self._vllm_config.cache_config.prefix_caching_hash_algo.encode(),
         )
         pages = Pages([kv_caches[name] for name in names], self._kv_cache_config.num_blocks)
-        return Part(group, space.digest(), pages, tp_rank % replicas == 0 or is_private(self._settings))
+        return Part(group, space.digest(), pages, tp_rank % replicas == 0 or is_private(self._settings.store))
 
     def _attention(self, names: list[str]) -> str:
         """What decides the order of bytes inside a block: backends differ, and on CPUs its instruction sets do."""

@@ -2,8 +2,7 @@
 
     {"store": {"kv_connector": "LMDBConnector", "kv_connector_extra_config": {"path": "/var/kv"}}}
 
-`store` is an ordinary configuration of a kvtide store. `{rank}` inside any of its texts is the worker's number, for
-stores that one process owns (an LMDB directory) where vLLM runs several workers.
+`store` is an ordinary configuration of a kvtide store, in which `{rank}` is the worker's number (`per_rank`).
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from msgspec import Meta
 from kvtide.kvcache.sizes import parse_bytes
 
 from .config import TransferConfig, checked, load_config
+from .per_rank import for_rank
 
 LABEL = "KvtideConnector's kv_connector_extra_config"
-RANK = "{rank}"
 
 
 class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,27 +61,4 @@ def read_settings(extra_config: Mapping[str, Any]) -> VllmSettings:
 
 def store_config(settings: VllmSettings, *, rank: int) -> TransferConfig:
     """The configuration of one worker's store."""
-    return load_config(_for_rank(settings.store, rank))
-
-
-def is_private(settings: VllmSettings) -> bool:
-    """Whether each worker has a store of its own, so that what is alike on all ranks must be stored by each."""
-    return _mentions(settings.store, lambda text: RANK in text or text == "HostConnector")
-
-
-def _for_rank(value: Any, rank: int) -> Any:
-    if isinstance(value, str):
-        return value.replace(RANK, str(rank))
-    if isinstance(value, Mapping):
-        return {key: _for_rank(part, rank) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_for_rank(part, rank) for part in value]
-    return value
-
-
-def _mentions(value: Any, holds: Any) -> bool:
-    if isinstance(value, str):
-        return bool(holds(value))
-    if isinstance(value, Mapping):
-        return any(_mentions(part, holds) for part in value.values())
-    return isinstance(value, list) and any(_mentions(part, holds) for part in value)
+    return load_config(for_rank(settings.store, rank))

@@ -1,19 +1,15 @@
-"""What names a model's weights, so that no two models ever share stored values.
+"""What names a model's weights in vLLM, so that no two models ever share stored values.
 
-A model of the hub is named by its name and commit. A local directory's name says nothing (a new checkpoint is often
-written over the old one), so there the files themselves are sampled: a few kilobytes at sixteen places of each.
+A model of the hub is named by its name and commit, a local one by its files (`weight_files`).
 """
 
 from __future__ import annotations
 
 import json
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-_SAMPLES = 16
-_SAMPLE_BYTES = 4096
+from .weight_files import sample_files
 
 
 def weights_name(vllm_config: Any, given: str | None) -> str:
@@ -30,19 +26,6 @@ def weights_name(vllm_config: Any, given: str | None) -> str:
         str(cache.cache_dtype),
     ]
     return json.dumps(parts)
-
-
-def sample_files(directory: Path) -> str:
-    """A digest of the names, lengths and samples of the weight files in a directory."""
-    digest = blake2b(digest_size=16)
-    for path in sorted({path for pattern in _WEIGHTS for path in directory.glob(pattern)}):
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
-            for at in range(_SAMPLES):
-                file.seek(max(0, size - _SAMPLE_BYTES) * at // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _identity(vllm_config: Any) -> str:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.connectors.vllm_settings import is_private, read_settings, store_config
-from kvtide.connectors.vllm_weights import sample_files
+from kvtide.connectors.per_rank import is_private, is_shared
+from kvtide.connectors.vllm_settings import read_settings, store_config
+from kvtide.connectors.weight_files import sample_files
 from kvtide.kvcache import ConfigError
 
 LMDB = {"kv_connector": "LMDBConnector", "kv_connector_extra_config": {"path": "/var/kv/{rank}"}}
@@ -16,15 +17,17 @@ LMDB = {"kv_connector": "LMDBConnector", "kv_connector_extra_config": {"path": "
 def test_rank_stands_for_the_worker() -> None:
     settings = read_settings({"store": LMDB})
     assert store_config(settings, rank=3).kv_connector_extra_config == {"path": "/var/kv/3"}
-    assert is_private(settings)
+    assert is_private(settings.store)
 
 
 def test_what_is_private() -> None:
     shared = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": "/kv"}}
     host = {"kv_connector": "HostConnector", "kv_connector_extra_config": {"max_bytes": "1GiB"}}
     stack = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [host, shared]}}
-    assert not is_private(read_settings({"store": shared}))
-    assert is_private(read_settings({"store": stack}))
+    assert (is_private(shared), is_shared(shared)) == (False, True)
+    assert (is_private(host), is_shared(host)) == (True, False)
+    assert (is_private(stack), is_shared(stack)) == (True, True)
+    assert (is_private(LMDB), is_shared(LMDB)) == (True, False)
 
 
 @pytest.mark.parametrize(
