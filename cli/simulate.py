@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -26,6 +27,7 @@ from kvtide.sims.serving.speculation import Acceptance, SpeculativeConfig, read_
 from kvtide.sims.traces import FORMATS, Request, open_trace
 
 from .deployment import load_efficiency, load_work
+from .offloading import offload_of, offload_options
 from .options import console, human_bytes, json_option, load_layout, parse_size, print_json
 
 
@@ -67,6 +69,7 @@ def _optional_size(ctx: click.Context, param: click.Parameter, value: str | None
 @click.option("--acceptance-length", type=float, help="Mean tokens per step of a request with drafts.")
 @click.option("--thinking-token-budget", type=int, help="Reasoning tokens per request, where the trace counts them.")
 @click.option("--efficiency", type=click.Path(), help="What `kvtide calibrate --json` printed.")
+@offload_options
 @json_option
 def command(
     model: str,
@@ -85,6 +88,13 @@ def command(
     acceptance_rates: str | None,
     acceptance_length: float | None,
     efficiency: str | None,
+    offload_tiers: tuple[str, ...],
+    kv_transfer_config: str | None,
+    offload_write_policy: str | None,
+    offload_windows: str | None,
+    offload_rules: tuple[str, ...],
+    preemption: str,
+    swap_space: str | None,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -95,6 +105,7 @@ def command(
       kvtide simulate --model config.json --trace demo --gpu h200:2 --num-requests 500
       kvtide simulate --model gpt-oss-120b --params 117 --active-params 5.1 --trace azure.csv --gpu h100:2
       kvtide simulate --model config.json --trace demo --gpu h200 --max-num-seqs 64 --policy grouped --json
+      kvtide simulate --model config.json --trace demo --gpu h200 --offload-tier host:256GB:50GB/s:10us
     """
     layout = load_layout(model, kv_dtype, 1, None)
     device, count = gpu_of(gpu)
@@ -118,6 +129,16 @@ def command(
         speculative=drafter,
         acceptance=acceptance,
         efficiency=load_efficiency(efficiency),
+        offload=offload_of(
+            device,
+            offload_tiers=offload_tiers,
+            kv_transfer_config=kv_transfer_config,
+            offload_write_policy=offload_write_policy,
+            offload_windows=offload_windows,
+            offload_rules=offload_rules,
+            preemption=preemption,
+            swap_space=swap_space,
+        ),
         **flags,
     )
     requests = list(open_trace(trace, format=trace_format, seed=seed, num_requests=num_requests))
@@ -203,16 +224,48 @@ def _report(deployment: Deployment, run: Run, measures: Measures, wall_s: float)
             "mean_acceptance_length": drafts.mean_acceptance_length,
             "break_even_length": run.break_even_length,
         },
+        "offload": _offload(run),
         "reasoning": run.reasoning._asdict() if run.reasoning else None,
         "timeline": [
             {"time_s": at, "running": running, "waiting": waiting, "memory": memory._asdict()}
-            for at, running, waiting, memory in run.samples
+            for at, running, waiting, memory, _ in run.samples
         ],
         "simulator": {
             "wall_s": wall_s,
             "us_per_step": 1e6 * wall_s / run.steps,
             "us_per_request": 1e6 * wall_s / len(run.served),
         },
+    }
+
+
+def _offload(run: Run) -> dict[str, Any] | None:
+    """What the tiers did, over all ranks: the share of prompts that each served, and bytes."""
+    if not run.offload:
+        return None
+    prompts = sum(item.input_tokens for item in run.served)
+    loaded = sum(item.loaded_tokens for item in run.served)
+    hit = sum(item.hit_tokens for item in run.served)
+    by_tier = [sum(rank.tier_tokens[number] for rank in run.offload) for number in range(len(run.offload[0].tiers))]
+    total = sum(by_tier) or 1.0
+    counts: Counter[str] = Counter()
+    for rank in run.offload:
+        counts.update(rank.counts)
+    return {
+        # Of prompts at their first admission; `loaded_tokens` has what preempted requests loaded back as well.
+        "hit_rate_by_tier": {
+            "device": (hit - loaded) / prompts,
+            **{
+                tier.name: loaded / prompts * tokens / total
+                for tier, tokens in zip(run.offload[0].tiers, by_tier, strict=True)
+            },
+        },
+        "loaded_tokens": sum(rank.loaded_tokens for rank in run.offload),
+        "stored_bytes": sum(rank.stored_bytes for rank in run.offload),
+        "swapped_out": sum(rank.swapped_out for rank in run.offload),
+        "swapped_out_bytes": sum(rank.swapped_out_bytes for rank in run.offload),
+        "stalled_s": sum(rank.stalled_s for rank in run.offload),
+        "tiers_per_rank": [tier._asdict() for tier in run.offload[0].tiers],
+        "counts": dict(counts),
     }
 
 
@@ -236,6 +289,21 @@ def _print(report: dict[str, Any], notes: tuple[str, ...]) -> None:
         f"{report['total_tokens_per_s']:,.1f} in all; device busy {report['device_busy']:.1%}"
     )
     out.print(f"cache       {report['hit_rate']:.1%} of prompt tokens hit; {report['preemptions']:,} preemptions")
+    if offload := report["offload"]:
+        rates = ", ".join(f"{name} {rate:.1%}" for name, rate in offload["hit_rate_by_tier"].items())
+        out.print(f"hits        {rates} of prompt tokens; {human_bytes(offload['stored_bytes'])} stored")
+        for tier in offload["tiers_per_rank"]:
+            size = tier["capacity"]
+            out.print(
+                f"tier        {tier['name']}: {1 - tier['free_bytes'] / size:.1%} of {human_bytes(size)} a rank used; "
+                f"{human_bytes(tier['read_bytes'])} read, {human_bytes(tier['written_bytes'])} written, "
+                f"{human_bytes(tier['evicted_bytes'])} evicted"
+            )
+        if offload["swapped_out"]:
+            out.print(
+                f"swapped     {offload['swapped_out']:,} requests, {human_bytes(offload['swapped_out_bytes'])}; steps "
+                f"waited {offload['stalled_s']:.3f} s for it"
+            )
     if report["drafts"]["num_drafts"]:
         out.print(f"drafts      {_drafts(report['drafts'])}")
     if thinking := report["reasoning"]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from kvtide.hma import HybridMemoryManager
 from kvtide.kvcache import ConfigError, ModelLayout
 from kvtide.kvcache.geometry import PageGeometry
 from kvtide.kvcache.policies import plan_geometry
@@ -17,6 +18,7 @@ from .defaults import resolve_limits
 from .drafter import drafter_of
 from .engine import Engine
 from .gpus import GIB, GpuSpec
+from .offloading import Offload, OffloadedRows
 from .scheduler import Scheduler
 from .settings import DEFAULT_VERSION, EngineSettings, rules_of
 from .speculation import Acceptance, SpeculativeConfig
@@ -59,6 +61,7 @@ class Deployment:
     acceptance: Acceptance | None = None
     thinking_token_budget: int | None = None
     efficiency: Efficiency = field(default_factory=Efficiency)
+    offload: Offload | None = None
 
     def cost(self) -> CostModel:
         """The cost model of one engine."""
@@ -70,12 +73,15 @@ class Deployment:
 
     def geometry(self) -> PageGeometry:
         """The page geometry of one rank."""
-        layout = self.layout
-        if self.speculative:
-            layout, _ = drafter_of(self.speculative, layout, self.work, self.parallel.tensor)
-        layout = layout.shard(self.parallel.tensor)
+        layout = self._stored_layout().shard(self.parallel.tensor)
         # A single group has one table in any case; the manager only refuses tables that groups share.
         return replace(plan_geometry(self.policy, layout, self.block_size), one_table=False)
+
+    def _stored_layout(self) -> ModelLayout:
+        """The layout of all ranks, with the drafter's layers."""
+        if self.speculative is None:
+            return self.layout
+        return drafter_of(self.speculative, self.layout, self.work, self.parallel.tensor)[0]
 
     def settings(self) -> EngineSettings:
         """The flags with defaults filled in; `ConfigError` for what vLLM refuses."""
@@ -145,11 +151,26 @@ class Deployment:
                 f"one request of max_model_len {settings.max_model_len} needs {pages * geometry.page_bytes / GIB:.2f} "
                 f"GiB of KV cache; the pool has {pool / GIB:.2f} GiB: lower max_model_len or raise the memory"
             )
-        schedulers = [Scheduler(geometry, pool, settings) for _ in range(self.parallel.data)]
+        tiers = self._offloaded if self.offload else None
+        schedulers = [Scheduler(geometry, pool, settings, tiers) for _ in range(self.parallel.data)]
         return Engine(
             schedulers,
             self.cost(),
             self.acceptance or Acceptance([]),
             seed=seed,
             thinking_budget=self.thinking_token_budget,
+        )
+
+    def _offloaded(self, manager: HybridMemoryManager) -> OffloadedRows:
+        """The tiers under one rank's manager; loading is weighed against a prefill of one full step."""
+        assert self.offload is not None
+        if not manager.prefix_caching:
+            raise ConfigError("offload tiers need prefix caching: keys say what is stored")
+        return OffloadedRows(
+            manager,
+            self.offload,
+            full_layout=self._stored_layout(),
+            tensor=self.parallel.tensor,
+            ranks=self.parallel.data,
+            seconds_per_token=self.cost().prefill_seconds_per_token(self.settings().max_num_batched_tokens),
         )

@@ -21,7 +21,7 @@ from kvtide.kvcache import ConfigError, ModelLayout
 
 from .drafter import DrafterWork
 from .gpus import GpuSpec
-from .job import Step
+from .job import Job, Scheduled, Step
 from .work import ModelWork
 
 ACTIVATION_BYTES = 2
@@ -104,6 +104,12 @@ class CostModel:
         """Tokens per request that a step with drafts must bring to be worth its time, compared with one without."""
         plain = CostModel(self._layout, self.work, self.gpu, self.parallel, self.efficiency)
         return self.seconds(steps) / plain.seconds([None if step is None else _without_drafts(step) for step in steps])
+
+    def prefill_seconds_per_token(self, num_tokens: int) -> float:
+        """Seconds a token of a prompt's first `num_tokens`, computed in one step alone."""
+        nothing = np.zeros(1, dtype=np.int64)
+        part = Scheduled(Job("", nothing, nothing), 0, 0, num_tokens, 0, samples=True)
+        return self.seconds([Step((part,), ())]) / num_tokens
 
     def _rank(self, step: Step) -> float:
         """What one rank does by itself: overheads, dense layers, head, attention."""

@@ -23,6 +23,7 @@ from kvtide.kvcache import ConfigError, KvtideError
 from ..traces import Request
 from .cost import CostModel
 from .job import Job, Step
+from .offloading import OffloadUse
 from .reasoning import Reasoning, ReasoningCounts
 from .scheduler import Scheduler
 from .speculation import Acceptance
@@ -32,7 +33,10 @@ SAMPLES = 200
 
 
 class Served(NamedTuple):
-    """One request's story, in seconds of virtual time; tokens of prompt, output, and prompt tokens from the cache."""
+    """One request's story, in seconds of virtual time; tokens of prompt, output, and prompt tokens from the cache.
+
+    `loaded_tokens` of the `hit_tokens` came from lower tiers.
+    """
 
     request_id: str
     arrival_s: float
@@ -43,6 +47,7 @@ class Served(NamedTuple):
     output_tokens: int
     hit_tokens: int
     preemptions: int
+    loaded_tokens: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -58,12 +63,16 @@ class Served(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """The engine at one moment: requests running and waiting, and the pool's bytes by cause, over all ranks."""
+    """The engine at one moment: requests running and waiting, and the pool's bytes by cause, over all ranks.
+
+    `offload` says per rank what the tiers hold and have done so far; none without tiers.
+    """
 
     time_s: float
     running: int
     waiting: int
     memory: MemoryByCause
+    offload: tuple[OffloadUse, ...] = ()
 
 
 class Run(NamedTuple):
@@ -71,6 +80,7 @@ class Run(NamedTuple):
 
     `reasoning` says what a thinking budget did, None without one. `break_even_length` is the mean acceptance length at
     which steps with drafts are worth their time, averaged over sampled steps that only decode; None without any.
+    `offload` is what offload did in all, per rank.
     """
 
     served: list[Served]
@@ -83,6 +93,7 @@ class Run(NamedTuple):
     drafts: DraftCounts
     reasoning: ReasoningCounts | None
     break_even_length: float | None
+    offload: tuple[OffloadUse, ...] = ()
 
     @property
     def makespan_s(self) -> float:
@@ -93,11 +104,11 @@ class Run(NamedTuple):
 class _Times:
     """Moments of one request that is being served."""
 
-    __slots__ = ("admitted", "first", "hit")
+    __slots__ = ("admitted", "first", "hit", "loaded")
 
     def __init__(self) -> None:
         self.admitted = self.first = -1.0
-        self.hit = 0
+        self.hit = self.loaded = 0
 
 
 class Engine:
@@ -114,7 +125,7 @@ class Engine:
     ) -> None:
         if not schedulers:
             raise ConfigError("an engine needs at least one rank")
-        self._schedulers = list(schedulers)
+        self.schedulers = list(schedulers)
         self._cost = cost
         self._acceptance = acceptance
         self._thinking_budget = thinking_budget
@@ -141,29 +152,34 @@ class Engine:
         refused: list[str] = []
         in_flight: deque[tuple[list[Step | None], float]] = deque()
         now = device_free = coming[0][1].arrival_s if coming else 0.0
-        while coming or in_flight or any(scheduler.has_work for scheduler in self._schedulers):
+        while coming or in_flight or any(scheduler.has_work for scheduler in self.schedulers):
             while coming and coming[0][1].arrival_s <= now:
                 self._arrive(*coming.popleft(), refused)
-            if all(scheduler.can_schedule for scheduler in self._schedulers):
-                wave = [scheduler.schedule() for scheduler in self._schedulers]
+            self._tell_time(now)
+            if all(scheduler.can_schedule for scheduler in self.schedulers):
+                wave = [scheduler.schedule() for scheduler in self.schedulers]
                 if any(wave):
                     start = max(now, device_free)
+                    for scheduler in self.schedulers:
+                        if scheduler.offload is not None:
+                            start = scheduler.offload.stall(start)
                     seconds = self._cost.seconds(wave)
                     device_free = start + seconds
                     self._busy += seconds
                     in_flight.append((wave, device_free))
                     self._note(wave, now)
-                    if len(in_flight) < self._schedulers[0].settings.steps_in_flight:
+                    if len(in_flight) < self.schedulers[0].settings.steps_in_flight:
                         continue
             if in_flight:
                 wave, end = in_flight.popleft()
                 now = max(now, end)
-                for scheduler, step in zip(self._schedulers, wave, strict=True):
+                self._tell_time(now)
+                for scheduler, step in zip(self.schedulers, wave, strict=True):
                     if step is not None:
                         self._complete(scheduler, step, now, on_request)
-            elif coming:
-                now = max(now, coming[0][1].arrival_s)
-            elif any(scheduler.has_work for scheduler in self._schedulers):
+            elif moments := self._moments(coming):
+                now = max(now, min(moments))
+            elif any(scheduler.has_work for scheduler in self.schedulers):
                 raise KvtideError("the pool is too small: a request waits for blocks that nothing will give back")
         if not self._served:
             raise ConfigError("the trace has no request that this engine can serve")
@@ -173,22 +189,36 @@ class Engine:
             self._samples,
             self._steps,
             self._busy,
-            sum(scheduler.num_preemptions for scheduler in self._schedulers),
+            sum(scheduler.num_preemptions for scheduler in self.schedulers),
             self._computed,
-            _sum_of([scheduler.drafts.counts() for scheduler in self._schedulers]),
+            _sum_of([scheduler.drafts.counts() for scheduler in self.schedulers]),
             self._reasoning.counts() if self._reasoning else None,
             float(np.mean(self._break_even)) if self._break_even else None,
+            self._offload_use(),
         )
+
+    def _tell_time(self, now: float) -> None:
+        for scheduler in self.schedulers:
+            if scheduler.offload is not None:
+                scheduler.offload.transfers.now = now
+
+    def _moments(self, coming: deque[tuple[int, Request]]) -> list[float]:
+        """When something will happen that no step in flight is needed for."""
+        moments = [coming[0][1].arrival_s] if coming else []
+        for scheduler in self.schedulers:
+            if scheduler.offload is not None and (due := scheduler.offload.transfers.next_event_s) is not None:
+                moments.append(due)
+        return moments
 
     def _arrive(self, number: int, request: Request, refused: list[str]) -> None:
         # The number makes names unique; traces repeat theirs.
         name = f"{number}/{request.request_id}"
-        in_text = not self._schedulers[0].manager.geometry.layout.has_cross_attention
+        in_text = not self.schedulers[0].manager.geometry.layout.has_cross_attention
         prompt = prompt_tokens(number, request)
         if not in_text:
             prompt = prompt[: max(request.input_tokens - request.image_tokens, 1)]
         output = output_tokens(number, request.output_tokens)
-        if len(prompt) >= self._schedulers[0].settings.max_model_len:
+        if len(prompt) >= self.schedulers[0].settings.max_model_len:
             refused.append(request.request_id)
             return
         if self._reasoning and self._reasoning.thinks(request):
@@ -199,9 +229,10 @@ class Engine:
             output,
             request.arrival_s,
             image_tokens=0 if in_text else request.image_tokens,
+            turn_ends=request.turn_ends,
         )
         self._times[name] = _Times()
-        least = min(self._schedulers, key=lambda scheduler: 4 * len(scheduler.waiting) + len(scheduler.running))
+        least = min(self.schedulers, key=lambda scheduler: 4 * len(scheduler.waiting) + len(scheduler.running))
         least.add(job)
 
     def _note(self, wave: Sequence[Step | None], now: float) -> None:
@@ -212,6 +243,7 @@ class Engine:
                     times = self._times[part.job.request_id]
                     if times.admitted < 0:
                         times.admitted, times.hit = now, part.hit
+                        times.loaded = part.loaded
         if self._steps % self._stride == 0:
             self._sample(now)
             if all(step is None or all(part.num_drafts for part in step.parts) for step in wave):
@@ -244,17 +276,21 @@ class Engine:
                         job.num_output,
                         times.hit,
                         job.preemptions,
+                        times.loaded,
                     )
                 )
                 on_request()
 
+    def _offload_use(self) -> tuple[OffloadUse, ...]:
+        return tuple(s.offload.usage() for s in self.schedulers if s.offload is not None)
+
     def _sample(self, now: float) -> None:
         """Memory now. When there are too many samples, every second one goes and they are taken half as often."""
-        stats = [scheduler.manager.stats() for scheduler in self._schedulers]
+        stats = [scheduler.manager.stats() for scheduler in self.schedulers]
         memory = MemoryByCause(*(sum(cause) for cause in zip(*stats, strict=True)))
-        running = sum(len(scheduler.running) for scheduler in self._schedulers)
-        waiting = sum(len(scheduler.waiting) for scheduler in self._schedulers)
-        self._samples.append(Sample(now, running, waiting, memory))
+        running = sum(len(scheduler.running) for scheduler in self.schedulers)
+        waiting = sum(len(scheduler.waiting) for scheduler in self.schedulers)
+        self._samples.append(Sample(now, running, waiting, memory, self._offload_use()))
         if len(self._samples) > SAMPLES:
             del self._samples[1::2]
             self._stride *= 2

@@ -21,7 +21,9 @@ class Job:
     """A request to serve. `output` are the tokens that the model will sample; their number is its `max_tokens`.
 
     `priority` lower is served first (under the priority policy). What follows `arrival_s` in a comparison is the id, as
-    in vLLM. `image_tokens` are kept by cross-attention layers.
+    in vLLM. `image_tokens` are kept by cross-attention layers; `turn_ends` are lengths at which other prompts may part
+    from this one. While `is_loading` the job waits for its KV to come from a lower tier; once `is_loaded` it keeps its
+    blocks until it runs. `device_hit` of its tokens were on the device when it was last brought in.
     """
 
     request_id: str
@@ -30,6 +32,7 @@ class Job:
     arrival_s: float = 0.0
     priority: int = 0
     image_tokens: int = 0
+    turn_ends: tuple[int, ...] = ()
     num_output: int = field(default=0, init=False)
     computed: int = field(default=0, init=False)
     placeholders: int = field(default=0, init=False)
@@ -39,6 +42,9 @@ class Job:
     preemptions: int = field(default=0, init=False)
     row: int | None = field(default=None, init=False)
     finished: bool = field(default=False, init=False)
+    is_loading: bool = field(default=False, init=False)
+    is_loaded: bool = field(default=False, init=False)
+    device_hit: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         if not len(self.prompt) or not len(self.output):
@@ -84,8 +90,8 @@ class Scheduled:
     """A job's part of a step: `num_tokens` computed from position `start` on, the last `num_drafts` of them drafts.
 
     `samples` says whether the step ends at the last token known, so that a token is sampled; `hit` is the tokens found
-    in the cache when the step admits the job, else None. `is_padding` marks drafts that only fill the step up to the
-    width of a decode step; none of them can be accepted.
+    when the step admits the job, else None; `loaded` of them came from lower tiers. `is_padding` marks drafts that only
+    fill the step up to the width of a decode step; none of them can be accepted.
     """
 
     job: Job
@@ -96,6 +102,7 @@ class Scheduled:
     samples: bool
     hit: int | None = None
     is_padding: bool = False
+    loaded: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Iterable
 
 from .job import Job
 
@@ -44,6 +45,15 @@ class WaitingQueue:
 
     def last_with_row(self, head: Job) -> Job | None:
         """Of the jobs that still hold a row of the manager, the one that is tried last; never the head."""
-        jobs = [job for _, job in self._heap] if self._by_priority else list(self._fifo)
-        holders = [job for job in jobs if job.row is not None and job is not head]
-        return max(holders, key=lambda job: job.rank) if holders else None
+        return self._last(job for job in self._jobs() if job.row is not None and job is not head)
+
+    def last_loaded(self, head: Job) -> Job | None:
+        """Of the jobs that hold what was loaded for them, the one that is tried last; never the head."""
+        return self._last(job for job in self._jobs() if job.is_loaded and job is not head)
+
+    def _jobs(self) -> list[Job]:
+        return [job for _, job in self._heap] if self._by_priority else list(self._fifo)
+
+    @staticmethod
+    def _last(jobs: Iterable[Job]) -> Job | None:
+        return max(jobs, key=lambda job: job.rank, default=None)

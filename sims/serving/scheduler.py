@@ -21,8 +21,8 @@ Differences from vLLM that come from kvtide's manager, each pinned by a test aga
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from kvtide.kvcache.geometry import PageGeometry
 from kvtide.kvcache.specs import Int64Array
 
 from .job import Job, Scheduled, Step
+from .offloading import OffloadedRows
 from .queue import WaitingQueue
 from .room import Room
 from .settings import MAX_DRAFTS, EngineSettings
@@ -86,11 +87,17 @@ class _Batch:
 class Scheduler:
     """The scheduler of one engine and the memory manager under it.
 
-    `memory` is the pool in bytes, of one rank. `ConfigError` when the pool cannot hold one request of `max_model_len`,
-    or for a combination that the manager cannot run.
+    `memory` is the pool in bytes, of one rank. `offload` puts tiers under the manager. `ConfigError` when the pool
+    cannot hold one request of `max_model_len`, or for a combination that the manager cannot run.
     """
 
-    def __init__(self, geometry: PageGeometry, memory: int, settings: EngineSettings) -> None:
+    def __init__(
+        self,
+        geometry: PageGeometry,
+        memory: int,
+        settings: EngineSettings,
+        offload: Callable[[HybridMemoryManager], OffloadedRows] | None = None,
+    ) -> None:
         self.settings = settings
         has_states = any(fmt.block_size == 0 for fmt in geometry.formats)
         drafts = settings.num_speculative_tokens
@@ -102,13 +109,15 @@ class Scheduler:
         self.manager = HybridMemoryManager(
             geometry,
             memory,
-            max_requests=settings.max_num_seqs + 1,  # one more for the waiting job that is tried
+            # One more for the waiting job that is tried, and as many as may run for those that are being loaded.
+            max_requests=settings.max_num_seqs * (1 if offload is None else 2) + 1,
             max_model_len=settings.max_model_len,
             max_step_tokens=settings.max_num_batched_tokens,
             max_steps_in_flight=settings.steps_in_flight,
             lookahead=max(settings.lookahead_tokens, drafts) if has_states else settings.lookahead_tokens,
             prefix_caching=settings.enable_prefix_caching,
         )
+        self.offload = None if offload is None else offload(self.manager)
         self.room = Room(self.manager, settings.charged_in_flight, settings.watermark)
         self.waiting = WaitingQueue(settings.scheduling_policy)
         self.running: list[Job] = []
@@ -146,6 +155,8 @@ class Scheduler:
         """
         if not self.can_schedule:
             raise KvtideError(f"{len(self._in_flight)} steps are in flight; complete one first")
+        if self.offload is not None:
+            self.offload.poll()
         threshold = self.settings.long_prefill_token_threshold
         if len(self.running) + len(self.waiting) <= 1:
             threshold = 0
@@ -249,7 +260,7 @@ class Scheduler:
 
     def _preempt(self, job: Job) -> None:
         assert job.row is not None
-        self.manager.preempt(job.row)
+        (self.offload or self.manager).preempt(job.row)
         job.computed = job.placeholders = job.drafts = 0
         job.preemptions += 1
         self.num_preemptions += 1
@@ -261,19 +272,46 @@ class Scheduler:
     # -- waiting jobs -------------------------------------------------------------------------------------------------
 
     def _admit_waiting(self, batch: _Batch, threshold: int) -> None:
-        """Admit from the head of the queue until one does not fit."""
+        """Admit from the head of the queue until one does not fit; those that are being loaded are passed over."""
+        loading: list[Job] = []
         while len(self.waiting) and batch.limit > 0 and len(self.running) < self.settings.max_num_seqs:
             job = self.waiting.head
-            row, hit = self._take_row(job)
-            part = self._first_part(job, row, hit, batch, threshold)
+            entered = self._take_row(job, batch, len(loading))
+            if job.is_loading:
+                loading.append(self.waiting.pop())
+                continue
+            part = None if entered is None else self._first_part(job, *entered, batch, threshold)
             if part is None or not self._may_enter(part, batch):
-                self.manager.preempt(row)
-                return
+                if self._leave_waiting(job):
+                    continue
+                break
             batch.needs = batch.needs + self._needs([part])
             self.waiting.pop()
             self.running.append(job)
-            job.computed = hit
+            job.computed = part.start
+            job.is_loaded = False
             batch.add(part)
+        for job in reversed(loading):
+            self.waiting.put_back(job)
+
+    def _leave_waiting(self, job: Job) -> bool:
+        """The job does not fit, and what it hit goes back; True if it may be tried again.
+
+        What was loaded for a job stays, unless that keeps all jobs from running: then the last of them lets go.
+        """
+        assert job.row is not None
+        if self.offload is None:
+            self.manager.preempt(job.row)
+            return False
+        if not job.is_loaded and job.row in self.manager.running_rows:
+            self.offload.give_up(job.row)
+        holder = None if self.running else self.waiting.last_loaded(job)
+        if holder is None:
+            return False
+        assert holder.row is not None
+        self.offload.give_up(holder.row)
+        holder.is_loaded = False
+        return True
 
     def _first_part(self, job: Job, row: int, hit: int, batch: _Batch, threshold: int) -> Scheduled | None:
         """What the job would compute in this step; None when the budget is too small for it."""
@@ -291,22 +329,52 @@ class Scheduler:
             return None
         num = min(num, batch.limit)
         samples = hit + num >= job.num_tokens
-        return Scheduled(job, row, hit, num, padding, samples, hit, is_padding=padding > 0)
+        loaded = max(hit - job.device_hit, 0) if self.offload is not None else 0
+        return Scheduled(job, row, hit, num, padding, samples, hit, padding > 0, loaded)
 
     def _may_enter(self, part: Scheduled, batch: _Batch) -> bool:
         """Whether the job's blocks can be had: for all its present tokens, and for this step with its lookahead."""
-        watermark = bool(self.running)
-        if self.settings.scheduler_reserve_full_isl:
-            whole = self.room.of_sequence(part.row, min(part.job.num_tokens, self.settings.max_model_len))
-            if not self.room.fits(batch.needs + whole, with_watermark=watermark):
-                return False
-        return self.room.fits(batch.needs + self._needs([part]), with_watermark=watermark)
+        if self.settings.scheduler_reserve_full_isl and not self._whole_fits(part.job, part.row, batch):
+            return False
+        return self.room.fits(batch.needs + self._needs([part]), with_watermark=bool(self.running))
 
-    def _take_row(self, job: Job) -> tuple[int, int]:
-        """Bring the job into the manager and pin its hit; its row, and tokens hit."""
+    def _whole_fits(self, job: Job, row: int, batch: _Batch) -> bool:
+        whole = self.room.of_sequence(row, min(job.num_tokens, self.settings.max_model_len))
+        return self.room.fits(batch.needs + whole, with_watermark=bool(self.running))
+
+    def _take_row(self, job: Job, batch: _Batch, num_loading: int) -> tuple[int, int] | None:
+        """Bring the job into the manager and pin its hit: its row, and tokens hit. None when its blocks cannot be had.
+
+        With offload it looks further in the tiers; then the job may be loading afterwards.
+        """
+        if self.offload is None:
+            return self._start_row(job)
+        if job.is_loading or job.is_loaded:
+            assert job.row is not None
+            if job.is_loading and self.offload.ready(job.row):
+                job.is_loading, job.is_loaded = False, True
+            return job.row, int(self.manager.committed[job.row])
+        if job.row is not None and not self._could_fit(job, batch):
+            return None
+        row, job.device_hit = self._start_row(job)
+        if num_loading >= self.settings.max_num_seqs or not self._whole_fits(job, row, batch):
+            return None
+        self.offload.poll()
+        job.is_loading = not self.offload.ready(row)
+        return row, int(self.manager.committed[row])
+
+    def _could_fit(self, job: Job, batch: _Batch) -> bool:
+        """Whether a job that was tried before would fit now; asks the manager alone, as a look-up would be wasted."""
+        assert job.row is not None
+        self.manager.resume(job.row)
+        fits = self._whole_fits(job, job.row, batch)
+        self.manager.preempt(job.row)
+        return fits
+
+    def _start_row(self, job: Job) -> tuple[int, int]:
         if job.row is not None:
             if job.num_output != 1 or self.manager.num_tokens(job.row) > job.num_prompt:
-                return job.row, self.manager.resume(job.row).num_cached_tokens
+                return job.row, (self.offload or self.manager).resume(job.row).num_cached_tokens
             # The manager has not seen the first sampled token, without which it would not look for the whole prompt.
             self._give_up_row(job)
         try:
@@ -322,11 +390,15 @@ class Scheduler:
 
     def _give_up_row(self, job: Job) -> None:
         assert job.row is not None
-        self.manager.release(job.row)
+        (self.offload or self.manager).release(job.row)
         job.row = None
+        job.is_loading = job.is_loaded = False
 
     def _admit(self, job: Job) -> tuple[int, int]:
-        admission = self.manager.admit(job.request_id, job.known_tokens(), image_tokens=job.image_tokens)
+        options: dict[str, Any] = {"image_tokens": job.image_tokens}
+        if self.offload is not None:
+            options["turn_ends"] = job.turn_ends
+        admission = (self.offload or self.manager).admit(job.request_id, job.known_tokens(), **options)
         return admission.row, admission.num_cached_tokens
 
     # -- before and after a step --------------------------------------------------------------------------------------
@@ -355,7 +427,7 @@ class Scheduler:
             if committed + count > known:
                 tokens.append(part.job.tokens_between(known, committed + count))
         ids = np.concatenate(tokens) if tokens else np.empty(0, dtype=np.int64)
-        manager.commit([part.row for part, _ in alive], counts, ids)
+        (self.offload or manager).commit([part.row for part, _ in alive], counts, ids)
 
     def _settle(self, part: Scheduled, accepted: int, following_drafts: int) -> Outcome:
         """Roll rejected drafts back, append what was sampled, end the job when its output is whole."""

@@ -18,7 +18,9 @@ class Request(NamedTuple):
     `image_tokens` of it are image tokens. `hash_ids` name the prompt's prefix blocks of `hash_block` tokens (equal
     id: equal prefix up to there), the last one may be partial or left out; None when the trace says nothing of
     prefixes. `reasoning_tokens` of the output are thinking tokens; None when the trace does not say. `request_id` is
-    the line number in traces that do not name their requests.
+    the line number in traces that do not name their requests. `turn_ends` are lengths at which the prompts of others
+    may part from this one, such as the end of a system prompt. `prompt_ids` and `output_ids` are token ids, as long as
+    the tokens counted; None when the trace has none.
     """
 
     request_id: str
@@ -29,6 +31,9 @@ class Request(NamedTuple):
     reasoning_tokens: int | None = None
     hash_ids: tuple[int, ...] | None = None
     hash_block: int = 0
+    turn_ends: tuple[int, ...] = ()
+    prompt_ids: tuple[int, ...] | None = None
+    output_ids: tuple[int, ...] | None = None
 
 
 @dataclass

@@ -25,6 +25,9 @@ CONFIG = {
 TRACE = [{"timestamp": 200 * i, "input_length": 600, "output_length": 20, "hash_ids": [0, 100 + i]} for i in range(12)]
 
 
+HOST_JSON = '{"kv_connector": "HostConnector", "kv_connector_extra_config": {"max_bytes": "1GiB", "eviction": "arc"}}'
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A small model's config and a trace whose prompts share their first 512 tokens."""
@@ -98,6 +101,14 @@ def test_drafts_and_flags(files: tuple[str, str]) -> None:
             "give --acceptance-rate",
         ),
         (["--gpu", "l4", "--efficiency", "missing.json"], "missing.json"),
+        (["--gpu", "l4", "--offload-tier", "host:1GB"], "must be NAME:SIZE:BANDWIDTH"),
+        (["--gpu", "l4", "--offload-windows", "none"], "need a tier"),
+        (["--gpu", "l4", "--preemption", "swap"], "needs room to swap to"),
+        (["--gpu", "l4", "--swap-space", "1GB"], "give --preemption swap or auto"),
+        (["--gpu", "l4", "--offload-tier", "h:1GB:1GB/s", "--swap-space", "1GB"], "runs without tiers"),
+        (["--gpu", "l4", "--kv-transfer-config", '{"kv_connector": "HostConnector"}'], "max_bytes"),
+        (["--gpu", "l4", "--kv-transfer-config", HOST_JSON], "how fast is HostConnector?"),
+        (["--gpu", "l4", "--kv-transfer-config", HOST_JSON, "--offload-tier", "x:1GB:1GB/s"], "NAME::BANDWIDTH"),
         (["--gpu", "l4", "--max-num-batched-tokens", "8", "--max-num-seqs", "9"], "must be at least max_num_seqs 9"),
         (["--gpu", "l4", "--speculative-config", "{method: mtp}", "--acceptance-rate", "1"], "num_speculative_tokens"),
     ],
@@ -110,6 +121,38 @@ def test_errors_are_one_sentence(files: tuple[str, str], arguments: list[str], m
     assert done.stderr.startswith("kvtide: ")
     assert done.stderr.count("\n") == 1
     assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    "tier",
+    [
+        ["--offload-tier", "host:1GiB:50GB/s:10us:eviction=arc"],
+        ["--kv-transfer-config", HOST_JSON, "--offload-tier", "HostConnector::50GB/s:10us"],
+    ],
+    ids=["flags", "config"],
+)
+def test_offload(files: tuple[str, str], tier: list[str]) -> None:
+    """A pool of 1,638 tokens beside a tier; flags and a connector configuration mean the same."""
+    small = ["--kv-cache-memory-bytes", "12MiB", "--max-model-len", "700", "--max-num-batched-tokens", "256"]
+    arguments = ["--model", files[0], "--trace", files[1], "--gpu", "l4", "--max-num-seqs", "2", *small, *tier]
+    report = report_of(*arguments)
+    offload = report["offload"]
+    name = "HostConnector" if "--kv-transfer-config" in tier else "host"
+    assert list(offload["hit_rate_by_tier"]) == ["device", name]
+    assert sum(offload["hit_rate_by_tier"].values()) == pytest.approx(report["hit_rate"])
+    (used,) = offload["tiers_per_rank"]
+    assert used["capacity"] == 2**30
+    assert sum(used["bytes_by_kind"].values()) + used["free_bytes"] == 2**30
+    assert offload["stored_bytes"] > 0
+    printed = kvtide("simulate", *arguments).stdout
+    assert f"tier        {name}: " in printed
+
+
+def test_swap_space(files: tuple[str, str]) -> None:
+    arguments = ["--model", files[0], "--trace", files[1], "--gpu", "l4"]
+    report = report_of(*arguments, "--preemption", "swap", "--swap-space", "1GiB")
+    assert report["offload"]["swapped_out"] == report["preemptions"] == 0
+    assert report["offload"]["tiers_per_rank"][0]["name"] == "swap"
 
 
 def test_calibrate_and_use_the_result(files: tuple[str, str], tmp_path: Path) -> None:
