@@ -15,6 +15,7 @@ from importlib import import_module, metadata
 import click
 
 COMMANDS = {
+    "demo": "Show where a bundled model's memory goes on a bundled trace.",
     "waste": "Show where the KV bytes of a workload go, by cause, under each policy.",
     "layout": "Show a model's layers and groups, their bytes, and where each field came from.",
     "plan": "Show how many requests and how long a context fit in a memory budget.",
@@ -24,6 +25,8 @@ COMMANDS = {
     "kernels": "Show which attention backends can run here, which is picked, and why the others are not.",
     "store": "Look into a configured store, check it, clean it, measure it.",
     "config": "Check a connector configuration, or print its JSON schema.",
+    "doctor": "Show what is installed, and which stores and kernels would work here, or why not.",
+    "completion": "Print the script that lets bash, zsh or fish complete kvtide's commands.",
 }
 
 
@@ -52,7 +55,8 @@ def cli() -> None:
 
     \b
     Examples:
-      kvtide waste --model gemma-3-27b --trace demo
+      kvtide demo
+      kvtide doctor
       kvtide waste --model path/to/config.json --trace requests.jsonl
       kvtide plan --model gpt-oss-120b --memory 80GiB --tokens 131072
     """
