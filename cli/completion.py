@@ -1,26 +1,27 @@
-"""`kvtide completion`: the script that lets a shell complete kvtide's commands and options."""
+"""`kvtide completion`: the script that teaches a shell to complete kvtide's commands and options (click's own)."""
 
 from __future__ import annotations
 
 import click
 from click.shell_completion import get_completion_class
 
+SHELLS = ("bash", "zsh", "fish")
+
 
 @click.command("completion")
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.argument("shell", type=click.Choice(SHELLS))
 def command(shell: str) -> None:
-    """Print what makes SHELL complete kvtide's commands and options.
+    """Print the completion script for SHELL; the shell reads it when it starts.
 
     \b
     Examples:
-      echo 'eval "$(kvtide completion bash)"' >> ~/.bashrc
-      echo 'eval "$(kvtide completion zsh)"' >> ~/.zshrc
+      kvtide completion bash >> ~/.bashrc
+      kvtide completion zsh >> ~/.zshrc
       kvtide completion fish > ~/.config/fish/completions/kvtide.fish
     """
-    from .main import cli
+    from .main import cli  # not above: main imports this module
 
-    script = get_completion_class(shell)
-    assert script is not None
-    # Not `source()`, which asks bash for its version first, on a machine that may have none.
-    completion = script(cli, {}, "kvtide", "_KVTIDE_COMPLETE")
-    click.echo(completion.source_template % completion.source_vars())
+    kind = get_completion_class(shell)
+    if kind is None:
+        raise AssertionError(f"click has no completion for {shell}")
+    click.echo(kind(cli, {}, "kvtide", "_KVTIDE_COMPLETE").source())

@@ -21,7 +21,7 @@ def command() -> None:
     \b
     Examples:
       kvtide config check kv.yaml
-      kvtide config check --open '{"kv_connector": "LMDBConnector", "kv_connector_extra_config": {"path": "/var/kv"}}'
+      kvtide config check --open '{"kv_connector": "LMDBConnector", "kv_connector_extra_config": {"path": "kv"}}'
       kvtide config schema > kv.schema.json
     """
 
@@ -31,7 +31,14 @@ def command() -> None:
 @click.option("--open", "opens", is_flag=True, help="Open the store too, which may create its folder or connect to it.")
 @json_option
 def check(file: str, opens: bool, as_json: bool) -> None:
-    """Check FILE: a JSON or YAML file, or JSON text; environment overrides are applied first."""
+    """Check FILE: a JSON or YAML file, or JSON text; environment overrides are applied first.
+
+    \b
+    Examples:
+      kvtide config check kv.yaml
+      kvtide config check --open kv.yaml
+      KVTIDE_CONFIG__KV_ROLE=kv_consumer kvtide config check kv.yaml --json
+    """
     config = load_config(file)
     settings = store_settings(config.kv_connector, config.kv_connector_extra_config, config.kv_connector_module_path)
     if opens:
@@ -48,5 +55,10 @@ def check(file: str, opens: bool, as_json: bool) -> None:
 
 @command.command(name="schema")
 def print_schema() -> None:
-    """Print a JSON schema of the configuration, with the settings of every store that is installed."""
+    """Print a JSON schema of the configuration, with the settings of every store that is installed.
+
+    \b
+    Examples:
+      kvtide config schema > kv.schema.json
+    """
     click.echo(json.dumps(schema(), indent=2))

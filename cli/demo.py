@@ -29,8 +29,9 @@ def command() -> None:
     """Show what kvtide does, on a bundled model and trace: where memory goes, and a prefix kept in LMDB.
 
     \b
-    Example:
+    Examples:
       kvtide demo
+      kvtide waste --help
     """
     waste.main(WASTE, standalone_mode=False)
     prompt = np.random.default_rng(0).integers(0, 200_000, PROMPT)

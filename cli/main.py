@@ -25,8 +25,8 @@ COMMANDS = {
     "kernels": "Show which attention backends can run here, which is picked, and why the others are not.",
     "store": "Look into a configured store, check it, clean it, measure it.",
     "config": "Check a connector configuration, or print its JSON schema.",
-    "doctor": "Show what is installed, which stores and kernels work here, and why the others do not.",
-    "completion": "Print what makes a shell complete kvtide's commands and options.",
+    "doctor": "Show what is installed, and which stores and kernels would work here, or why not.",
+    "completion": "Print the script that lets bash, zsh or fish complete kvtide's commands.",
 }
 
 
@@ -55,7 +55,8 @@ def cli() -> None:
 
     \b
     Examples:
-      kvtide waste --model gemma-3-27b --trace demo
+      kvtide demo
+      kvtide doctor
       kvtide waste --model path/to/config.json --trace requests.jsonl
       kvtide plan --model gpt-oss-120b --memory 80GiB --tokens 131072
     """

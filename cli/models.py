@@ -13,7 +13,13 @@ from .options import console, human_bytes, json_option, print_json
 @click.command("models")
 @json_option
 def command(as_json: bool) -> None:
-    """List the bundled models: their layers, and the bytes of a token and of a request's states."""
+    """List the bundled models: their layers, and the bytes of a token and of a request's states.
+
+    \b
+    Examples:
+      kvtide models
+      kvtide models --json
+    """
     layouts = {name: ModelLayout.preset(name) for name in preset_names()}
     if as_json:
         print_json(

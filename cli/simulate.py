@@ -47,21 +47,66 @@ def _optional_size(ctx: click.Context, param: click.Parameter, value: str | None
 @click.option("--tp", type=click.IntRange(1, 1024), help="Tensor-parallel size; by default all devices.")
 @click.option("--data-parallel-size", type=click.IntRange(1, 1024), default=1, help="Ranks that share out experts.")
 @click.option("--kv-dtype", default="auto", show_default=True, help="KV cache dtype.")
-@click.option("--policy", type=click.Choice(list(POLICIES)), default="kvtide", show_default=True)
+@click.option("--policy", type=click.Choice(list(POLICIES)), default="kvtide", show_default=True, help="Page geometry.")
 @click.option("--block-size", default=16, show_default=True, help="Tokens per block.")
 @click.option("--max-model-len", type=int, help="Longest sequence; by default the model's.")
 @click.option("--max-num-seqs", type=int, help="Running requests; by default vLLM's for the device.")
 @click.option("--max-num-batched-tokens", type=int, help="Tokens per step; by default vLLM's for the device.")
-@click.option("--gpu-memory-utilization", default=GPU_MEMORY_UTILIZATION, show_default=True)
+@click.option(
+    "--gpu-memory-utilization",
+    default=GPU_MEMORY_UTILIZATION,
+    show_default=True,
+    help="Share of the device's memory that the engine takes.",
+)
 @click.option("--kv-cache-memory-bytes", callback=_optional_size, help="KV memory of one rank instead, e.g. 20GiB.")
-@click.option("--performance-mode", type=click.Choice(MODES), default="balanced", show_default=True)
-@click.option("--usage-context", type=click.Choice(CONTEXTS), default="api-server", show_default=True)
-@click.option("--vllm-version", "version", type=click.Choice(list(RULES)), default=DEFAULT_VERSION, show_default=True)
-@click.option("--enable-chunked-prefill/--no-enable-chunked-prefill", default=True, show_default=True)
-@click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True)
+@click.option(
+    "--performance-mode",
+    type=click.Choice(MODES),
+    default="balanced",
+    show_default=True,
+    help="As vLLM's; it changes defaults.",
+)
+@click.option(
+    "--usage-context",
+    type=click.Choice(CONTEXTS),
+    default="api-server",
+    show_default=True,
+    help="Server or offline; it changes defaults.",
+)
+@click.option(
+    "--vllm-version",
+    "version",
+    type=click.Choice(list(RULES)),
+    default=DEFAULT_VERSION,
+    show_default=True,
+    help="Whose rules and defaults hold.",
+)
+@click.option(
+    "--enable-chunked-prefill/--no-enable-chunked-prefill",
+    default=True,
+    show_default=True,
+    help="Split long prompts over steps.",
+)
+@click.option(
+    "--enable-prefix-caching/--no-enable-prefix-caching",
+    default=True,
+    show_default=True,
+    help="Reuse what earlier prompts left.",
+)
 @click.option("--long-prefill-token-threshold", default=0, show_default=True, help="Tokens of one request in one step.")
-@click.option("--scheduling-policy", type=click.Choice(SCHEDULING), default="fcfs", show_default=True)
-@click.option("--async-scheduling/--no-async-scheduling", default=True, show_default=True)
+@click.option(
+    "--scheduling-policy",
+    type=click.Choice(SCHEDULING),
+    default="fcfs",
+    show_default=True,
+    help="Order of waiting requests.",
+)
+@click.option(
+    "--async-scheduling/--no-async-scheduling",
+    default=True,
+    show_default=True,
+    help="Plan a step while the last one runs.",
+)
 @click.option("--watermark", default=0.0, show_default=True, help="Share of the pool kept free at admission.")
 @click.option("--speculative-config", metavar="JSON|FILE", help="As vLLM's.")
 @click.option("--acceptance-rate", type=float, help="Probability that a draft is right if those before it were.")
@@ -103,7 +148,7 @@ def command(
     \b
     Examples:
       kvtide simulate --model config.json --trace demo --gpu h200:2 --num-requests 500
-      kvtide simulate --model gpt-oss-120b --params 117 --active-params 5.1 --trace azure.csv --gpu h100:2
+      kvtide simulate --model gpt-oss-120b --params 117 --active-params 5.1 --trace azure.csv --gpu h100:4
       kvtide simulate --model config.json --trace demo --gpu h200 --max-num-seqs 64 --policy grouped --json
       kvtide simulate --model config.json --trace demo --gpu h200 --offload-tier host:256GB:50GB/s:10us
     """

@@ -54,7 +54,13 @@ config_argument = click.argument("config")
 @config_argument
 @json_option
 def stat(config: str, as_json: bool) -> None:
-    """Show how many values and bytes a store holds, of how many it may."""
+    """Show how many values and bytes a store holds, of how many it may.
+
+    \b
+    Examples:
+      kvtide store stat kv.yaml
+      kvtide store stat kv.yaml --json
+    """
     with opened(config, looks=True) as (name, store):
         rows = [(label, tier.stats()) for label, tier in _tiers(name, store)]
     if as_json:
@@ -90,7 +96,13 @@ def stat(config: str, as_json: bool) -> None:
 @click.option("--space", help="Only values whose space digest (the first 16 bytes of a key, in hex) begins so.")
 @json_option
 def list_values(config: str, limit: int | None, space: str | None, as_json: bool) -> None:
-    """List the values: key, bytes on the tier, space."""
+    """List the values: key, bytes on the tier, space.
+
+    \b
+    Examples:
+      kvtide store ls kv.yaml --limit 10
+      kvtide store ls kv.yaml --space 00 --json
+    """
     prefix = _hex(space or "", "--space", SPACE_BYTES)
     with opened(config, looks=True) as (_, store):
         found = (entry for entry in store.scan() if entry.key.hex().startswith(prefix))
@@ -105,7 +117,13 @@ def list_values(config: str, limit: int | None, space: str | None, as_json: bool
 @config_argument
 @json_option
 def verify(config: str, as_json: bool) -> None:
-    """Read every value and check its header and checksum; corrupt ones are removed. Exit code 1 if there were any."""
+    """Read every value and check its header and checksum; corrupt ones are removed. Exit code 1 if there were any.
+
+    \b
+    Examples:
+      kvtide store verify kv.yaml
+      kvtide store verify kv.yaml --json
+    """
     counts = dict.fromkeys(Status, 0)
     bad: list[str] = []
     with opened(config) as (_, store), _progress(as_json) as bar:
@@ -131,7 +149,12 @@ def verify(config: str, as_json: bool) -> None:
 @config_argument
 @json_option
 def gc(config: str, as_json: bool) -> None:
-    """Give back what serves no value: leftovers of dead writers, expired values, sparse files."""
+    """Give back what serves no value: leftovers of dead writers, expired values, sparse files.
+
+    \b
+    Examples:
+      kvtide store gc kv.yaml
+    """
     with opened(config) as (_, store):
         reclaimed = store.gc()
     if as_json:
@@ -145,7 +168,13 @@ def gc(config: str, as_json: bool) -> None:
 @click.argument("key")
 @json_option
 def explain(config: str, key: str, as_json: bool) -> None:
-    """Say, tier by tier, what is known of KEY (64 hex digits): there or not, its header, whether it is intact."""
+    """Say, tier by tier, what is known of KEY (64 hex digits): there or not, its header, whether it is intact.
+
+    \b
+    Examples:
+      kvtide store explain kv.yaml 0000000000000000000000000000000000000000000000000000000000000000
+      kvtide store explain kv.yaml $(kvtide store ls kv.yaml --limit 1 | cut -c1-64)
+    """
     digits = _hex(key, "KEY", KEY_BYTES)
     if len(digits) != 2 * KEY_BYTES:
         raise ConfigError(f"KEY {key!r} has {len(digits)} hex digits; a key has {2 * KEY_BYTES}")
@@ -189,7 +218,13 @@ def _explain(label: str, store: Store, key: StoreKey) -> dict[str, Any]:
 @click.option("--batch", default=16, show_default=True, type=click.IntRange(1, 4096), help="Values of one call.")
 @json_option
 def bench(config: str, sizes: tuple[str, ...], total: int, batch: int, as_json: bool) -> None:
-    """Measure a store: put, look up, get. Writes values of its own, and deletes them afterwards."""
+    """Measure a store: put, look up, get. Writes values of its own, and deletes them afterwards.
+
+    \b
+    Examples:
+      kvtide store bench kv.yaml
+      kvtide store bench kv.yaml --size 64KiB --size 1MiB --total 32MiB --batch 8
+    """
     with opened(config) as (_, store), _progress(as_json) as bar:
         task = bar.add_task("measuring", total=len(sizes))
         results = []
@@ -264,7 +299,7 @@ def serve(
     Any address but this machine's own needs a secret of at least 16 characters.
 
     \b
-    Example:
+    Examples:
       KV_SECRET=... kvtide store serve kv.yaml --host 10.0.0.5 --port 7070 --secret-env KV_SECRET
     """
     key = secret("secret", secret_env, secret_file)

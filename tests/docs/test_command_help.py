@@ -1,0 +1,125 @@
+"""`--help` teaches: every command shows examples, and the examples run as they stand there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from kvtide.cli import main
+from kvtide.cli.main import cli
+from kvtide.connectors.config import make_store
+
+BIN = Path(sys.executable).parent
+NOT_RUN = {
+    "kvtide calibrate": "needs a recorded run",
+    "KV_SECRET=... kvtide store serve": "serves until it is stopped",
+    "kvtide doctor": "takes as long as importing everything; see test_doctor",
+}
+SHELL = re.compile(r"[>$|]|^[A-Z_]+=")  # what only a shell understands
+SHORTER = {"--trace demo": " --num-requests 30", "kvtide store bench": " --total 1MiB"}
+
+
+def commands(
+    command: click.Command = cli, path: tuple[str, ...] = ("kvtide",)
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Every command and group, by its path."""
+    yield path, command
+    if isinstance(command, click.Group):
+        context = click.Context(command, info_name=path[-1])
+        for name in command.list_commands(context):
+            found = command.get_command(context, name)
+            assert found is not None
+            yield from commands(found, (*path, name))
+
+
+def examples() -> list[str]:
+    found = []
+    for _, command in commands():
+        _, _, text = (command.help or "").partition("Examples:\n")
+        found += [line.strip() for line in text.splitlines() if "kvtide" in line]
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("path", [" ".join(path) for path, _ in commands()])
+def test_every_command_explains_itself_and_shows_examples(path: str) -> None:
+    command = dict((" ".join(p), c) for p, c in commands())[path]
+    text = command.help or ""
+    _, _, shown = text.partition("Examples:\n")
+    assert re.search(r"^ *(\S+=\S+ )?kvtide ", shown, re.MULTILINE), f"{path} shows no example"
+    for parameter in command.params:
+        if isinstance(parameter, click.Option) and not parameter.hidden:
+            assert parameter.help, f"{path}: {parameter.opts} has no help"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with the files that the examples name."""
+    config = {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 12,
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "vocab_size": 32000,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "max_position_embeddings": 131072,
+        "torch_dtype": "bfloat16",
+    }
+    for folder in (tmp_path, tmp_path / "path/to"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+    (tmp_path / "log.csv").write_text("prompt,completion\n2000,100\n3000,20\n")
+    (tmp_path / "azure.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+    )
+    (tmp_path / "requests.jsonl").write_text('{"input": 900, "output": 30}\n{"input": 7000, "output": 80}\n')
+    (tmp_path / ".config/fish/completions").mkdir(parents=True)
+    store = {"kv_connector": "LMDBConnector", "kv_connector_extra_config": {"path": "kv", "max_bytes": "1GiB"}}
+    (tmp_path / "kv.yaml").write_text(json.dumps(store))
+    with make_store("LMDBConnector", {"path": str(tmp_path / "kv"), "max_bytes": "1GiB"}) as opened:
+        opened.put([bytes(32), bytes(31) + b"1"], [b"a" * 5000, b"b" * 70000])
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", examples())
+def test_examples_run(
+    line: str, place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for beginning, reason in NOT_RUN.items():
+        if line.startswith(beginning):
+            pytest.skip(reason)
+    for part, more in SHORTER.items():
+        if part in line and "--num-requests" not in line:
+            line += more
+    if SHELL.search(line):
+        environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "HOME": str(place)}
+        done = subprocess.run(["bash", "-c", line], cwd=place, env=environment, check=False)
+        code = done.returncode
+    else:
+        monkeypatch.chdir(place)
+        monkeypatch.setattr(sys, "argv", shlex.split(line))
+        code = 0
+        try:
+            main.run()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    printed = capfd.readouterr()
+    assert (code, printed.err) == (0, "")
+    assert ">" in line or printed.out
+
+
+def test_examples_are_found() -> None:
+    assert len(examples()) > 25
+    assert any(line.startswith("kvtide store explain") for line in examples())
