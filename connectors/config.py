@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import reprlib
 from collections.abc import Mapping
 from copy import deepcopy
 from difflib import get_close_matches
@@ -165,9 +166,12 @@ def _read(source: str | PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{label}{line}: is not valid YAML: {getattr(error, 'problem', error)}") from None
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise ConfigError(f"{label}{line}: is not valid YAML: {problem}") from None
     except RecursionError:
         raise ConfigError(f"{label} nests too deeply") from None
+    except ValueError as error:  # a day that no month has, a number of thousands of digits
+        raise ConfigError(f"{label} has a value that cannot be read: {error}") from None
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ConfigError(f"{label} must hold one object whose keys are names, not {_show(data)}")
     return data
@@ -191,8 +195,10 @@ def _override(data: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any
             keys = name.removeprefix(ENV_PREFIX).lower().split("__")
             try:
                 value = yaml.safe_load(environ[name])
-            except yaml.YAMLError:
+            except (yaml.YAMLError, ValueError):  # ValueError: it looks like a date or a number, and is none
                 value = environ[name]
+            except RecursionError:
+                raise ConfigError(f"environment variable {name} nests too deeply") from None
             _put(data, keys, value, name)
     return data
 
@@ -201,7 +207,7 @@ def _put(target: Any, keys: list[str], value: Any, variable: str) -> None:
     for depth, key in enumerate(keys):
         last = depth == len(keys) - 1
         if isinstance(target, list):
-            if not key.isdigit() or int(key) >= len(target):
+            if not re.fullmatch(r"[0-9]{1,9}", key) or int(key) >= len(target):
                 raise ConfigError(f"environment variable {variable}: {key!r} is no place of a list of {len(target)}")
             at: Any = int(key)
         elif isinstance(target, dict):
@@ -226,8 +232,18 @@ def _at(data: Any, path: str) -> Any:
     return data
 
 
+class _Short(reprlib.Repr):
+    """Shows the beginning of what may be without end: YAML's aliases make a short text a huge value."""
+
+    def repr_str(self, x: str, level: int) -> str:
+        return repr(re.sub(r"://[^@/\s]*@", "://***@", x))  # a password in a URL is never printed
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 128 else f"a number of {x.bit_length()} bits"
+
+
 def _show(value: Any) -> str:
-    text = re.sub(r"://[^@/\s]*@", "://***@", repr(value))  # a password in a URL is never printed
+    text = _Short().repr(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MAX_LINE_BYTES = 64 << 20
 MAX_DOCUMENT_BYTES = 1 << 30
+_PIECE_BYTES = 1 << 20
 
 _BOM = b"\xef\xbb\xbf"
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -150,12 +151,15 @@ class TraceFile:
     def document(self) -> Any:
         """Return the whole file as one JSON value."""
         with self._open() as file:
-            raw = file.read(MAX_DOCUMENT_BYTES + 1)
+            raw = bytearray()
+            # Piece by piece: a file object sets aside as much as is asked for, whatever there is.
+            while len(raw) <= MAX_DOCUMENT_BYTES and (piece := file.read(_PIECE_BYTES)):
+                raw += piece
         if len(raw) > MAX_DOCUMENT_BYTES:
             raise self.error(f"is a single JSON document of more than {MAX_DOCUMENT_BYTES >> 30} GiB")
         return self._parse(self._decode(raw.removeprefix(_BOM)), "the file")
 
-    def _decode(self, raw: bytes) -> str:
+    def _decode(self, raw: bytes | bytearray) -> str:
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError as error:
