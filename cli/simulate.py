@@ -120,6 +120,7 @@ def command(
         drafter = read_speculative_config(
             speculative_config, n_predict=len(layout.draft_specs), tensor_parallel_size=tensor
         )
+    requests = list(open_trace(trace, format=trace_format, seed=seed, num_requests=num_requests))
     acceptance = _acceptance(drafter, acceptance_rate, acceptance_rates, acceptance_length)
     deployment = Deployment(
         layout,
@@ -128,6 +129,7 @@ def command(
         Parallel(tensor, data_parallel_size),
         speculative=drafter,
         acceptance=acceptance,
+        measure_drafts=drafter is not None and acceptance is None and drafter.is_lookup and _has_ids(requests),
         efficiency=load_efficiency(efficiency),
         offload=offload_of(
             device,
@@ -141,7 +143,6 @@ def command(
         ),
         **flags,
     )
-    requests = list(open_trace(trace, format=trace_format, seed=seed, num_requests=num_requests))
     engine = deployment.engine(seed)
     begin = time.perf_counter()
     run = _run(engine.run, requests)
@@ -175,6 +176,10 @@ def _acceptance(
     if len(values) != drafts:
         raise ConfigError(f"--acceptance-rates has {len(values)} rates for {drafts} drafts")
     return Acceptance(values)
+
+
+def _has_ids(requests: list[Request]) -> bool:
+    return all(request.prompt_ids is not None and request.output_ids is not None for request in requests)
 
 
 def _run(serve: Any, requests: list[Request]) -> Run:
@@ -223,6 +228,8 @@ def _report(deployment: Deployment, run: Run, measures: Measures, wall_s: float)
             "acceptance_rate": drafts.acceptance_rate,
             "mean_acceptance_length": drafts.mean_acceptance_length,
             "break_even_length": run.break_even_length,
+            "per_position": list(drafts.acceptance_per_position[: settings.num_speculative_tokens]),
+            "measured": deployment.measure_drafts,
         },
         "offload": _offload(run),
         "reasoning": run.reasoning._asdict() if run.reasoning else None,
@@ -337,7 +344,8 @@ def _print(report: dict[str, Any], notes: tuple[str, ...]) -> None:
 def _drafts(drafts: dict[str, Any]) -> str:
     """How drafts did, and whether they were worth it: a step with drafts takes longer, so it must bring more."""
     length, needed = drafts["mean_acceptance_length"], drafts["break_even_length"]
-    text = f"{drafts['acceptance_rate']:.1%} accepted, {length:.2f} tokens a step"
+    of = "of drafts measured on the trace's tokens accepted" if drafts["measured"] else "accepted"
+    text = f"{drafts['acceptance_rate']:.1%} {of}, {length:.2f} tokens a step"
     if needed is None:
         return text
     verdict = "speculation gains" if length > needed else "speculation loses: draft less, or not at this batch"

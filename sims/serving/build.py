@@ -18,6 +18,7 @@ from .defaults import resolve_limits
 from .drafter import drafter_of
 from .engine import Engine
 from .gpus import GIB, GpuSpec
+from .measured import MeasuredAcceptance
 from .offloading import Offload, OffloadedRows
 from .scheduler import Scheduler
 from .settings import DEFAULT_VERSION, EngineSettings, rules_of
@@ -34,7 +35,8 @@ class Deployment:
     """A model on devices under an engine's flags, which are named as in vLLM.
 
     `layout` is of the whole model, `work` its costs. `kv_cache_memory_bytes` overrides what utilisation leaves.
-    `policy` is the memory policy: kvtide's, or a published baseline. `acceptance` is needed with `speculative`.
+    `policy` is the memory policy: kvtide's, or a published baseline. `acceptance` is needed with `speculative`,
+    unless drafts are looked up and `measure_drafts` says that the trace's token ids judge them.
     """
 
     layout: ModelLayout
@@ -59,6 +61,7 @@ class Deployment:
     watermark: float = 0.0
     speculative: SpeculativeConfig | None = None
     acceptance: Acceptance | None = None
+    measure_drafts: bool = False
     thinking_token_budget: int | None = None
     efficiency: Efficiency = field(default_factory=Efficiency)
     offload: Offload | None = None
@@ -138,10 +141,13 @@ class Deployment:
     def engine(self, seed: int = 0) -> Engine:
         """An engine ready to run; `ConfigError` when its pool cannot hold one request of `max_model_len`."""
         settings, geometry, pool = self.settings(), self.geometry(), self.pool_bytes()
-        if self.speculative and self.acceptance is None:
+        acceptance: Acceptance | MeasuredAcceptance = self.acceptance or Acceptance([])
+        if self.speculative and self.measure_drafts:
+            acceptance = MeasuredAcceptance(self.speculative, settings.max_model_len)
+        elif self.speculative and self.acceptance is None:
             raise ConfigError(
                 "speculation needs to know how many drafts come true: give --acceptance-rate, --acceptance-rates or "
-                "--acceptance-length"
+                "--acceptance-length, or for ngram and suffix a trace with token ids"
             )
         longest = settings.max_model_len + settings.lookahead_tokens
         pages = sum(request_pages(geometry, longest))
@@ -156,7 +162,7 @@ class Deployment:
         return Engine(
             schedulers,
             self.cost(),
-            self.acceptance or Acceptance([]),
+            acceptance,
             seed=seed,
             thinking_budget=self.thinking_token_budget,
         )

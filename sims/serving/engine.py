@@ -23,6 +23,7 @@ from kvtide.kvcache import ConfigError, KvtideError
 from ..traces import Request
 from .cost import CostModel
 from .job import Job, Step
+from .measured import MeasuredAcceptance
 from .offloading import OffloadUse
 from .reasoning import Reasoning, ReasoningCounts
 from .scheduler import Scheduler
@@ -118,7 +119,7 @@ class Engine:
         self,
         schedulers: Sequence[Scheduler],
         cost: CostModel,
-        acceptance: Acceptance,
+        acceptance: Acceptance | MeasuredAcceptance,
         *,
         seed: int = 0,
         thinking_budget: int | None = None,
@@ -128,6 +129,9 @@ class Engine:
         self.schedulers = list(schedulers)
         self._cost = cost
         self._acceptance = acceptance
+        if isinstance(acceptance, MeasuredAcceptance):
+            for scheduler in self.schedulers:
+                scheduler.propose = acceptance.drafts_for
         self._thinking_budget = thinking_budget
         self._reasoning: Reasoning | None = None
         self._random = np.random.default_rng(seed)
@@ -217,7 +221,7 @@ class Engine:
         prompt = prompt_tokens(number, request)
         if not in_text:
             prompt = prompt[: max(request.input_tokens - request.image_tokens, 1)]
-        output = output_tokens(number, request.output_tokens)
+        output = output_tokens(number, request)
         if len(prompt) >= self.schedulers[0].settings.max_model_len:
             refused.append(request.request_id)
             return

@@ -124,6 +124,8 @@ class Scheduler:
         # Counted here and not by the manager: vLLM counts accepted drafts beyond the output's end as well.
         self.drafts = DraftAccounting(MAX_DRAFTS)
         self.num_preemptions = 0
+        # How many drafts a job gets, at most so many, where that depends on its text; None: as many as may be.
+        self.propose: Callable[[Job, int], int] | None = None
         self._preempted: list[Job] = []  # since the last step; a call that ends without one can preempt too
         self._in_flight: deque[Step] = deque()
 
@@ -442,10 +444,10 @@ class Scheduler:
             job.num_output += sampled
             if self.settings.async_scheduling:
                 job.placeholders -= rejected + sampled
-            else:
-                job.drafts = following_drafts
             if sampled == room:
                 self._finish(job)
+            if not self.settings.async_scheduling:
+                job.drafts = self.propose(job, following_drafts) if self.propose else following_drafts
         return Outcome(job, sampled, part.num_drafts, accepted, job.finished)
 
     def _finish(self, job: Job) -> None:
