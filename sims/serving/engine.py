@@ -77,7 +77,8 @@ class Sample(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a simulation saw. `refused` are ids of requests longer than `max_model_len`; `busy_s` is device time.
+    """What a simulation saw. `refused` are ids of requests longer than `max_model_len`; `busy_s` is device time, with
+    pipeline stages that of one of them.
 
     `reasoning` says what a thinking budget did, None without one. `break_even_length` is the mean acceptance length at
     which steps with drafts are worth their time, averaged over sampled steps that only decode; None without any.
@@ -155,7 +156,8 @@ class Engine:
         coming = deque((number, usable[number]) for number in order)
         refused: list[str] = []
         in_flight: deque[tuple[list[Step | None], float]] = deque()
-        now = device_free = coming[0][1].arrival_s if coming else 0.0
+        now = coming[0][1].arrival_s if coming else 0.0
+        stages_free = [now] * self._cost.parallel.pipeline
         while coming or in_flight or any(scheduler.has_work for scheduler in self.schedulers):
             while coming and coming[0][1].arrival_s <= now:
                 self._arrive(*coming.popleft(), refused)
@@ -163,14 +165,15 @@ class Engine:
             if all(scheduler.can_schedule for scheduler in self.schedulers):
                 wave = [scheduler.schedule() for scheduler in self.schedulers]
                 if any(wave):
-                    start = max(now, device_free)
+                    start = max(now, stages_free[0])
                     for scheduler in self.schedulers:
                         if scheduler.offload is not None:
                             start = scheduler.offload.stall(start)
-                    seconds = self._cost.seconds(wave)
-                    device_free = start + seconds
+                    seconds = self._cost.stage_seconds(wave)
+                    for stage, free in enumerate(stages_free):
+                        start = stages_free[stage] = max(start, free) + seconds
                     self._busy += seconds
-                    in_flight.append((wave, device_free))
+                    in_flight.append((wave, start))
                     self._note(wave, now)
                     if len(in_flight) < self.schedulers[0].settings.steps_in_flight:
                         continue
@@ -181,6 +184,8 @@ class Engine:
                 for scheduler, step in zip(self.schedulers, wave, strict=True):
                     if step is not None:
                         self._complete(scheduler, step, now, on_request)
+            elif any(scheduler.awaits_turn for scheduler in self.schedulers):
+                continue
             elif moments := self._moments(coming):
                 now = max(now, min(moments))
             elif any(scheduler.has_work for scheduler in self.schedulers):
