@@ -46,6 +46,7 @@ def _optional_size(ctx: click.Context, param: click.Parameter, value: str | None
 @click.option("--gpu", required=True, metavar="NAME[:N]", help="Device and how many of it, e.g. h200:4.")
 @click.option("--tp", type=click.IntRange(1, 1024), help="Tensor-parallel size; by default all devices.")
 @click.option("--data-parallel-size", type=click.IntRange(1, 1024), default=1, help="Ranks that share out experts.")
+@click.option("--pipeline-parallel-size", type=click.IntRange(1, 1024), default=1, help="Stages of layers.")
 @click.option("--kv-dtype", default="auto", show_default=True, help="KV cache dtype.")
 @click.option("--policy", type=click.Choice(list(POLICIES)), default="kvtide", show_default=True, help="Page geometry.")
 @click.option("--block-size", default=16, show_default=True, help="Tokens per block.")
@@ -127,6 +128,7 @@ def command(
     gpu: str,
     tp: int | None,
     data_parallel_size: int,
+    pipeline_parallel_size: int,
     kv_dtype: str,
     speculative_config: str | None,
     acceptance_rate: float | None,
@@ -154,9 +156,14 @@ def command(
     """
     layout = load_layout(model, kv_dtype, 1, None)
     device, count = gpu_of(gpu)
-    tensor = tp or max(count // data_parallel_size, 1)
-    if ":" in gpu and tensor * data_parallel_size != count:
-        raise ConfigError(f"--tp {tensor} times --data-parallel-size {data_parallel_size} are not the {count} devices")
+    others = data_parallel_size * pipeline_parallel_size
+    parallel = Parallel(tp or max(count // others, 1), data_parallel_size, pipeline_parallel_size)
+    tensor = parallel.tensor
+    if ":" in gpu and parallel.devices != count:
+        raise ConfigError(
+            f"--tp {tensor} times --data-parallel-size {data_parallel_size} times --pipeline-parallel-size "
+            f"{pipeline_parallel_size} are not the {count} devices"
+        )
     work = load_work(model, layout, params, active_params)
     if data_parallel_size > 1 and not work.experts:
         raise ConfigError("data-parallel ranks of a model without experts are engines of their own; simulate one")
@@ -165,14 +172,16 @@ def command(
         drafter = read_speculative_config(
             speculative_config, n_predict=len(layout.draft_specs), tensor_parallel_size=tensor
         )
+    requests = list(open_trace(trace, format=trace_format, seed=seed, num_requests=num_requests))
     acceptance = _acceptance(drafter, acceptance_rate, acceptance_rates, acceptance_length)
     deployment = Deployment(
         layout,
         work,
         device,
-        Parallel(tensor, data_parallel_size),
+        parallel,
         speculative=drafter,
         acceptance=acceptance,
+        measure_drafts=drafter is not None and acceptance is None and drafter.is_lookup and _has_ids(requests),
         efficiency=load_efficiency(efficiency),
         offload=offload_of(
             device,
@@ -186,7 +195,6 @@ def command(
         ),
         **flags,
     )
-    requests = list(open_trace(trace, format=trace_format, seed=seed, num_requests=num_requests))
     engine = deployment.engine(seed)
     begin = time.perf_counter()
     run = _run(engine.run, requests)
@@ -194,7 +202,7 @@ def command(
     if as_json:
         print_json(report)
     else:
-        _print(report, drafter.notes if drafter else ())
+        _print(report)
 
 
 def _acceptance(
@@ -222,6 +230,10 @@ def _acceptance(
     return Acceptance(values)
 
 
+def _has_ids(requests: list[Request]) -> bool:
+    return all(request.prompt_ids is not None and request.output_ids is not None for request in requests)
+
+
 def _run(serve: Any, requests: list[Request]) -> Run:
     """Run with a bar on stderr, if that is a terminal."""
     err = Console(stderr=True)
@@ -244,6 +256,7 @@ def _report(deployment: Deployment, run: Run, measures: Measures, wall_s: float)
         "gpu": deployment.gpu.name,
         "tensor_parallel_size": deployment.parallel.tensor,
         "data_parallel_size": deployment.parallel.data,
+        "pipeline_parallel_size": deployment.parallel.pipeline,
         "policy": deployment.policy,
         "settings": flags,
         "efficiency": asdict(deployment.efficiency),
@@ -268,6 +281,8 @@ def _report(deployment: Deployment, run: Run, measures: Measures, wall_s: float)
             "acceptance_rate": drafts.acceptance_rate,
             "mean_acceptance_length": drafts.mean_acceptance_length,
             "break_even_length": run.break_even_length,
+            "per_position": list(drafts.acceptance_per_position[: settings.num_speculative_tokens]),
+            "measured": deployment.measure_drafts,
         },
         "offload": _offload(run),
         "reasoning": run.reasoning._asdict() if run.reasoning else None,
@@ -275,6 +290,7 @@ def _report(deployment: Deployment, run: Run, measures: Measures, wall_s: float)
             {"time_s": at, "running": running, "waiting": waiting, "memory": memory._asdict()}
             for at, running, waiting, memory, _ in run.samples
         ],
+        "notes": deployment.notes(),
         "simulator": {
             "wall_s": wall_s,
             "us_per_step": 1e6 * wall_s / run.steps,
@@ -314,10 +330,10 @@ def _offload(run: Run) -> dict[str, Any] | None:
     }
 
 
-def _print(report: dict[str, Any], notes: tuple[str, ...]) -> None:
+def _print(report: dict[str, Any]) -> None:
     out = console()
     settings, timeline = report["settings"], report["timeline"]
-    devices = report["tensor_parallel_size"] * report["data_parallel_size"]
+    devices = report["tensor_parallel_size"] * report["data_parallel_size"] * report["pipeline_parallel_size"]
     title = (
         f"{report['model']} on {devices} x {report['gpu']}, policy {report['policy']}: "
         f"{report['requests']:,} requests in {report['makespan_s']:,.1f} s"
@@ -375,14 +391,15 @@ def _print(report: dict[str, Any], notes: tuple[str, ...]) -> None:
     out.print(
         f"simulated {report['steps']:,} steps in {simulator['wall_s']:.1f} s, {simulator['us_per_step']:,.0f} us each"
     )
-    for note in notes:
+    for note in report["notes"]:
         out.print(f"note: {note}", style="dim")
 
 
 def _drafts(drafts: dict[str, Any]) -> str:
     """How drafts did, and whether they were worth it: a step with drafts takes longer, so it must bring more."""
     length, needed = drafts["mean_acceptance_length"], drafts["break_even_length"]
-    text = f"{drafts['acceptance_rate']:.1%} accepted, {length:.2f} tokens a step"
+    of = "of drafts measured on the trace's tokens accepted" if drafts["measured"] else "accepted"
+    text = f"{drafts['acceptance_rate']:.1%} {of}, {length:.2f} tokens a step"
     if needed is None:
         return text
     verdict = "speculation gains" if length > needed else "speculation loses: draft less, or not at this batch"

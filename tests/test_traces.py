@@ -124,6 +124,34 @@ def test_llmservingsim_file_and_folder(tmp_path):
     assert (trace.format, list(trace)) == ("llmservingsim", want)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt_token_ids": [5, 6, 7], "output_token_ids": [8, 9], "timestamp": 1500, "request_id": "x"},
+        {"input_tok_ids": [5, 6, 7], "output_tok_ids": [8, 9], "arrival_time_ns": 1_500_000_000, "request_id": "x"},
+    ],
+    ids=["vllm", "llmservingsim"],
+)
+def test_token_ids(tmp_path, row):
+    trace = open_trace(write_jsonl(tmp_path / "trace.jsonl", row))
+    assert (trace.format, list(trace)) == (
+        "token-ids",
+        [Request("x", 1.5, 3, 2, prompt_ids=(5, 6, 7), output_ids=(8, 9))],
+    )
+    del row["request_id"], row["timestamp" if "timestamp" in row else "arrival_time_ns"]
+    assert next(iter(open_trace(write_jsonl(tmp_path / "bare.jsonl", row))))[:2] == ("1", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [("5", "must be a list of token ids"), ([1, -1], "token ids are from 0"), ([1.0], "token ids are from 0")],
+)
+def test_token_ids_that_are_none(tmp_path, ids, message):
+    row = {"prompt_token_ids": ids, "output_token_ids": [1]}
+    with pytest.raises(TraceError, match=message):
+        list(open_trace(write_jsonl(tmp_path / "trace.jsonl", row)))
+
+
 def weka_request(t: float, *ids: int) -> dict[str, object]:
     return {"t": t, "type": "n", "in": 64 * len(ids) + 9, "out": 5, "hash_ids": list(ids)}
 

@@ -203,7 +203,10 @@ def test_unknown_format_says_what_was_seen_and_what_helps(tmp_path, content):
     message = refusal(write(tmp_path, content))
     assert message.startswith(": is in no known format (its ")
     assert "prompt" not in content or "its keys are ['prompt', 'gen']" in message
-    assert "known are mooncake, qwen-bailian, azure, burstgpt, llmservingsim, weka, servegen, generic, demo" in message
+    assert (
+        "known are mooncake, qwen-bailian, azure, burstgpt, llmservingsim, token-ids, weka, servegen, generic, demo"
+        in message
+    )
     assert "name its columns: input=..., output=..." in message
 
 

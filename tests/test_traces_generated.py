@@ -118,7 +118,7 @@ def test_demo_is_the_same_everywhere():
     trace = open_trace("demo")
     requests = list(trace)
     assert (trace.name, trace.format, trace.num_bytes, len(requests)) == ("demo", "demo", 0, 2000)
-    digest = hashlib.sha256(json.dumps(requests).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([request[:8] for request in requests]).encode()).hexdigest()
     assert digest == "4a8020e4e1f06a02bac979352039394e48425d7272043ff7c7508be23a54e42d"
     assert list(open_trace("demo", num_requests=50)) == requests[:50]
     assert list(open_trace("demo", num_requests=50, seed=1)) != requests[:50]

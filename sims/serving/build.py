@@ -6,6 +6,9 @@ A deployment is frozen and says everything that a run depends on besides the tra
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
 
 from kvtide.hma import HybridMemoryManager
 from kvtide.kvcache import ConfigError, ModelLayout
@@ -18,6 +21,7 @@ from .defaults import resolve_limits
 from .drafter import drafter_of
 from .engine import Engine
 from .gpus import GIB, GpuSpec
+from .measured import MeasuredAcceptance
 from .offloading import Offload, OffloadedRows
 from .scheduler import Scheduler
 from .settings import DEFAULT_VERSION, EngineSettings, rules_of
@@ -29,12 +33,21 @@ RESERVED_BYTES = 3 * GIB
 GPU_MEMORY_UTILIZATION = 0.92
 
 
+def stage_layers(layers: int, stages: int) -> list[int]:
+    """Layers of each pipeline stage, as vLLM cuts them: what is over goes to the stages before the last."""
+    counts = [layers // stages] * stages
+    for number in range(layers % stages):
+        counts[-2 - number] += 1
+    return counts
+
+
 @dataclass(frozen=True)
 class Deployment:
     """A model on devices under an engine's flags, which are named as in vLLM.
 
     `layout` is of the whole model, `work` its costs. `kv_cache_memory_bytes` overrides what utilisation leaves.
-    `policy` is the memory policy: kvtide's, or a published baseline. `acceptance` is needed with `speculative`.
+    `policy` is the memory policy: kvtide's, or a published baseline. `acceptance` is needed with `speculative`,
+    unless drafts are looked up and `measure_drafts` says that the trace's token ids judge them.
     """
 
     layout: ModelLayout
@@ -59,6 +72,7 @@ class Deployment:
     watermark: float = 0.0
     speculative: SpeculativeConfig | None = None
     acceptance: Acceptance | None = None
+    measure_drafts: bool = False
     thinking_token_budget: int | None = None
     efficiency: Efficiency = field(default_factory=Efficiency)
     offload: Offload | None = None
@@ -73,7 +87,7 @@ class Deployment:
 
     def geometry(self) -> PageGeometry:
         """The page geometry of one rank."""
-        layout = self._stored_layout().shard(self.parallel.tensor)
+        layout = self._stage_layout().shard(self.parallel.tensor)
         # A single group has one table in any case; the manager only refuses tables that groups share.
         return replace(plan_geometry(self.policy, layout, self.block_size), one_table=False)
 
@@ -82,6 +96,19 @@ class Deployment:
         if self.speculative is None:
             return self.layout
         return drafter_of(self.speculative, self.layout, self.work, self.parallel.tensor)[0]
+
+    def _stage_layout(self) -> ModelLayout:
+        """The layers of the pipeline stage that stores most a token, of all ranks."""
+        layout, stages = self._stored_layout(), self.parallel.pipeline
+        if stages == 1:
+            return layout
+        own = [layer for layer in layout.layers if not layer.draft]
+        if stages > len(own):
+            raise ConfigError(f"{layout.name} has {len(own)} layers, which cannot be {stages} pipeline stages")
+        ends = [own[end - 1].index + 1 for end in np.cumsum(stage_layers(len(own), stages)).tolist()]
+        ends[-1] = layout.layers[-1].index + 1
+        parts = [layout.stage(first, last) for first, last in pairwise([own[0].index, *ends])]
+        return max(parts, key=lambda part: (part.bytes_per_token, part.state_bytes))
 
     def settings(self) -> EngineSettings:
         """The flags with defaults filled in; `ConfigError` for what vLLM refuses."""
@@ -109,14 +136,28 @@ class Deployment:
             enable_prefix_caching=self.enable_prefix_caching,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             scheduling_policy=self.scheduling_policy,
-            async_scheduling=self.async_scheduling and (drafter is None or drafter.allows_async_scheduling),
+            async_scheduling=self.async_scheduling
+            and (drafter is None or drafter.allows_async_scheduling)
+            and (self.parallel.pipeline == 1 or rules.async_pipeline),
             watermark=self.watermark,
             num_speculative_tokens=drafter.num_speculative_tokens if drafter else 0,
             lookahead_tokens=drafter.lookahead_tokens if drafter else 0,
             draft_slots=drafter.draft_slots if drafter else 0,
             draft_schedule=drafter.dense_schedule(limits.max_num_seqs) if drafter else (),
+            pipeline_parallel_size=self.parallel.pipeline,
             rules=rules,
         )
+
+    def notes(self) -> list[str]:
+        """What whoever reads the results should know of the settings."""
+        notes = list(self.speculative.notes) if self.speculative else []
+        stages, limit = self.parallel.pipeline, self.settings().max_num_seqs
+        if stages > 1:
+            notes.append(
+                f"max_num_seqs {limit} bounds the requests of all {stages} steps in the pipeline together, not those "
+                f"of one: steps decode about {max(limit // stages, 1)} requests; raise it {stages}-fold to fill them"
+            )
+        return notes
 
     def pool_bytes(self) -> int:
         """Bytes for the KV cache on one rank; `ConfigError` when the weights leave none."""
@@ -138,10 +179,13 @@ class Deployment:
     def engine(self, seed: int = 0) -> Engine:
         """An engine ready to run; `ConfigError` when its pool cannot hold one request of `max_model_len`."""
         settings, geometry, pool = self.settings(), self.geometry(), self.pool_bytes()
-        if self.speculative and self.acceptance is None:
+        acceptance: Acceptance | MeasuredAcceptance = self.acceptance or Acceptance([])
+        if self.speculative and self.measure_drafts:
+            acceptance = MeasuredAcceptance(self.speculative, settings.max_model_len)
+        elif self.speculative and self.acceptance is None:
             raise ConfigError(
                 "speculation needs to know how many drafts come true: give --acceptance-rate, --acceptance-rates or "
-                "--acceptance-length"
+                "--acceptance-length, or for ngram and suffix a trace with token ids"
             )
         longest = settings.max_model_len + settings.lookahead_tokens
         pages = sum(request_pages(geometry, longest))
@@ -156,7 +200,7 @@ class Deployment:
         return Engine(
             schedulers,
             self.cost(),
-            self.acceptance or Acceptance([]),
+            acceptance,
             seed=seed,
             thinking_budget=self.thinking_token_budget,
         )
@@ -169,7 +213,7 @@ class Deployment:
         return OffloadedRows(
             manager,
             self.offload,
-            full_layout=self._stored_layout(),
+            full_layout=self._stage_layout(),
             tensor=self.parallel.tensor,
             ranks=self.parallel.data,
             seconds_per_token=self.cost().prefill_seconds_per_token(self.settings().max_num_batched_tokens),

@@ -56,10 +56,16 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How one engine is spread: tensor-parallel ranks, and data-parallel ranks whose experts are shared out."""
+    """How one engine is spread: tensor-parallel ranks, data-parallel ranks whose experts are shared out, and stages."""
 
     tensor: int = 1
     data: int = 1
+    pipeline: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Devices in all."""
+        return self.tensor * self.data * self.pipeline
 
 
 class CostModel:
@@ -92,13 +98,24 @@ class CostModel:
         work = self.work
         experts = work.weight_bytes * work.routed_params
         drafter = self.drafter.weight_bytes if self.drafter else 0.0
-        return (work.bytes_total - experts + experts / self.parallel.data) / self.parallel.tensor + drafter
+        per_stage = (work.bytes_total - experts + experts / self.parallel.data) / self.parallel.pipeline
+        return per_stage / self.parallel.tensor + drafter
 
     def seconds(self, steps: Sequence[Step | None]) -> float:
         """One step of all data-parallel ranks in lockstep; None is a rank with nothing to do."""
         ranks = [self._rank(step) for step in steps if step is not None]
         tokens = sum(step.num_tokens for step in steps if step is not None)
         return max(ranks) + self._experts(tokens, len(steps)) + self._collectives(steps, tokens)
+
+    def stage_seconds(self, steps: Sequence[Step | None]) -> float:
+        """The same step in the slowest of the pipeline's stages, handing its hidden states on included."""
+        stages, work = self.parallel.pipeline, self.work
+        if stages == 1:
+            return self.seconds(steps)
+        share = -(-work.layers // stages) / work.layers
+        most = max(step.num_tokens for step in steps if step is not None)
+        handing_on = COLLECTIVE_S + most * work.hidden * ACTIVATION_BYTES / self._link
+        return self.seconds(steps) * share + handing_on
 
     def break_even(self, steps: Sequence[Step | None]) -> float:
         """Tokens per request that a step with drafts must bring to be worth its time, compared with one without."""

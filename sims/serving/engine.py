@@ -23,6 +23,7 @@ from kvtide.kvcache import ConfigError, KvtideError
 from ..traces import Request
 from .cost import CostModel
 from .job import Job, Step
+from .measured import MeasuredAcceptance
 from .offloading import OffloadUse
 from .reasoning import Reasoning, ReasoningCounts
 from .scheduler import Scheduler
@@ -76,7 +77,8 @@ class Sample(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a simulation saw. `refused` are ids of requests longer than `max_model_len`; `busy_s` is device time.
+    """What a simulation saw. `refused` are ids of requests longer than `max_model_len`; `busy_s` is device time, with
+    pipeline stages that of one of them.
 
     `reasoning` says what a thinking budget did, None without one. `break_even_length` is the mean acceptance length at
     which steps with drafts are worth their time, averaged over sampled steps that only decode; None without any.
@@ -118,7 +120,7 @@ class Engine:
         self,
         schedulers: Sequence[Scheduler],
         cost: CostModel,
-        acceptance: Acceptance,
+        acceptance: Acceptance | MeasuredAcceptance,
         *,
         seed: int = 0,
         thinking_budget: int | None = None,
@@ -128,6 +130,9 @@ class Engine:
         self.schedulers = list(schedulers)
         self._cost = cost
         self._acceptance = acceptance
+        if isinstance(acceptance, MeasuredAcceptance):
+            for scheduler in self.schedulers:
+                scheduler.propose = acceptance.drafts_for
         self._thinking_budget = thinking_budget
         self._reasoning: Reasoning | None = None
         self._random = np.random.default_rng(seed)
@@ -151,7 +156,8 @@ class Engine:
         coming = deque((number, usable[number]) for number in order)
         refused: list[str] = []
         in_flight: deque[tuple[list[Step | None], float]] = deque()
-        now = device_free = coming[0][1].arrival_s if coming else 0.0
+        now = coming[0][1].arrival_s if coming else 0.0
+        stages_free = [now] * self._cost.parallel.pipeline
         while coming or in_flight or any(scheduler.has_work for scheduler in self.schedulers):
             while coming and coming[0][1].arrival_s <= now:
                 self._arrive(*coming.popleft(), refused)
@@ -159,14 +165,15 @@ class Engine:
             if all(scheduler.can_schedule for scheduler in self.schedulers):
                 wave = [scheduler.schedule() for scheduler in self.schedulers]
                 if any(wave):
-                    start = max(now, device_free)
+                    start = max(now, stages_free[0])
                     for scheduler in self.schedulers:
                         if scheduler.offload is not None:
                             start = scheduler.offload.stall(start)
-                    seconds = self._cost.seconds(wave)
-                    device_free = start + seconds
+                    seconds = self._cost.stage_seconds(wave)
+                    for stage, free in enumerate(stages_free):
+                        start = stages_free[stage] = max(start, free) + seconds
                     self._busy += seconds
-                    in_flight.append((wave, device_free))
+                    in_flight.append((wave, start))
                     self._note(wave, now)
                     if len(in_flight) < self.schedulers[0].settings.steps_in_flight:
                         continue
@@ -177,6 +184,8 @@ class Engine:
                 for scheduler, step in zip(self.schedulers, wave, strict=True):
                     if step is not None:
                         self._complete(scheduler, step, now, on_request)
+            elif any(scheduler.awaits_turn for scheduler in self.schedulers):
+                continue
             elif moments := self._moments(coming):
                 now = max(now, min(moments))
             elif any(scheduler.has_work for scheduler in self.schedulers):
@@ -217,7 +226,7 @@ class Engine:
         prompt = prompt_tokens(number, request)
         if not in_text:
             prompt = prompt[: max(request.input_tokens - request.image_tokens, 1)]
-        output = output_tokens(number, request.output_tokens)
+        output = output_tokens(number, request)
         if len(prompt) >= self.schedulers[0].settings.max_model_len:
             refused.append(request.request_id)
             return

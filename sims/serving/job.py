@@ -22,8 +22,9 @@ class Job:
 
     `priority` lower is served first (under the priority policy). What follows `arrival_s` in a comparison is the id, as
     in vLLM. `image_tokens` are kept by cross-attention layers; `turn_ends` are lengths at which other prompts may part
-    from this one. While `is_loading` the job waits for its KV to come from a lower tier; once `is_loaded` it keeps its
-    blocks until it runs. `device_hit` of its tokens were on the device when it was last brought in.
+    from this one. `eligible` is the scheduler's call from which on it may decode again. While `is_loading` the job
+    waits for its KV to come from a lower tier; once `is_loaded` it keeps its blocks until it runs. `device_hit` of its
+    tokens were on the device when it was last brought in.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class Job:
     preemptions: int = field(default=0, init=False)
     row: int | None = field(default=None, init=False)
     finished: bool = field(default=False, init=False)
+    eligible: int = field(default=0, init=False)
     is_loading: bool = field(default=False, init=False)
     is_loaded: bool = field(default=False, init=False)
     device_hit: int = field(default=0, init=False)

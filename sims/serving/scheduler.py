@@ -104,7 +104,7 @@ class Scheduler:
         if has_states and drafts and settings.steps_in_flight > 1:
             raise ConfigError(
                 f"{geometry.layout.name} has recurrent states: with drafts only one step may be in flight; "
-                "turn async_scheduling off"
+                "turn async_scheduling off and run without pipeline stages"
             )
         self.manager = HybridMemoryManager(
             geometry,
@@ -124,6 +124,9 @@ class Scheduler:
         # Counted here and not by the manager: vLLM counts accepted drafts beyond the output's end as well.
         self.drafts = DraftAccounting(MAX_DRAFTS)
         self.num_preemptions = 0
+        # How many drafts a job gets, at most so many, where that depends on its text; None: as many as may be.
+        self.propose: Callable[[Job, int], int] | None = None
+        self._call = 0
         self._preempted: list[Job] = []  # since the last step; a call that ends without one can preempt too
         self._in_flight: deque[Step] = deque()
 
@@ -146,6 +149,11 @@ class Scheduler:
         """Whether one more step may be in flight."""
         return len(self._in_flight) < self.settings.steps_in_flight
 
+    @property
+    def awaits_turn(self) -> bool:
+        """Whether a running job only waits for its turn among pipeline stages: `schedule` again, at the same time."""
+        return any(job.eligible > self._call for job in self.running)
+
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Step | None:
@@ -157,6 +165,7 @@ class Scheduler:
             raise KvtideError(f"{len(self._in_flight)} steps are in flight; complete one first")
         if self.offload is not None:
             self.offload.poll()
+        self._call += 1
         threshold = self.settings.long_prefill_token_threshold
         if len(self.running) + len(self.waiting) <= 1:
             threshold = 0
@@ -215,7 +224,8 @@ class Scheduler:
         while at < len(self.running) and batch.limit > 0:
             job = self.running[at]
             at += 1
-            num = 0 if job.will_end_in_flight else self._wanted(job, batch, threshold)
+            is_due = self._call >= job.eligible and not job.will_end_in_flight
+            num = self._wanted(job, batch, threshold) if is_due else 0
             if num <= 0:
                 continue
             part = self._part(job, num)
@@ -412,6 +422,8 @@ class Scheduler:
         job.drafts = 0
         if part.samples and self.settings.async_scheduling:
             job.placeholders += 1 + part.num_drafts
+            # Stages hand sampled tokens on in turn: a decode's next step comes a whole round later.
+            job.eligible = self._call + self.settings.pipeline_parallel_size
             job.drafts = self.settings.drafts_after(batch)
 
     def _commit(self, alive: Sequence[tuple[Scheduled, int]]) -> None:
@@ -442,10 +454,10 @@ class Scheduler:
             job.num_output += sampled
             if self.settings.async_scheduling:
                 job.placeholders -= rejected + sampled
-            else:
-                job.drafts = following_drafts
             if sampled == room:
                 self._finish(job)
+            if not self.settings.async_scheduling:
+                job.drafts = self.propose(job, following_drafts) if self.propose else following_drafts
         return Outcome(job, sampled, part.num_drafts, accepted, job.finished)
 
     def _finish(self, job: Job) -> None:

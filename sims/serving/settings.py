@@ -21,16 +21,18 @@ class Rules:
 
     `draft_slots_per_request`: slots that a drafter needs beyond the scheduled tokens are taken from the budget for each
     scheduled request; before, they were taken once for `max_num_seqs`. `charge_every_step_in_flight`: the admission
-    gate charges a window the tokens of all steps in flight; before, those of one. The rules of 0.33 are tested against
+    gate charges a window the tokens of all steps in flight; before, those of one. `async_pipeline`: asynchronous
+    scheduling keeps a step more in flight also where pipeline stages keep several. The rules of 0.33 are tested against
     a running 0.32; those of 0.20.2 are taken from published notes and were never run.
     """
 
     version: str
     draft_slots_per_request: bool
     charge_every_step_in_flight: bool
+    async_pipeline: bool
 
 
-RULES = {"0.20.2": Rules("0.20.2", False, False), "0.33": Rules("0.33", True, True)}
+RULES = {"0.20.2": Rules("0.20.2", False, False, False), "0.33": Rules("0.33", True, True, True)}
 DEFAULT_VERSION = "0.33"
 
 
@@ -48,7 +50,8 @@ class EngineSettings:
     `max_num_seqs` requests run at most, `max_num_batched_tokens` are computed a step at most. `max_model_len` is in
     tokens, prompt and output. `long_prefill_token_threshold` caps the tokens of one request in one step (0: no cap).
     `scheduler_reserve_full_isl` admits a request only when blocks for all its present tokens can be had, and
-    `watermark` keeps a share of the pool free at admission. `async_scheduling` keeps one step more in flight.
+    `watermark` keeps a share of the pool free at admission. `async_scheduling` keeps one step more in flight, and
+    `pipeline_parallel_size` as many as there are stages.
     `num_speculative_tokens` are drafted per step, `lookahead_tokens` slots and `draft_slots` budget are kept for the
     drafter; `draft_schedule[n]` replaces the number of drafts in a batch of n.
     """
@@ -68,6 +71,7 @@ class EngineSettings:
     lookahead_tokens: int = 0
     draft_slots: int = 0
     draft_schedule: tuple[int, ...] = ()
+    pipeline_parallel_size: int = 1
     rules: Rules = field(default_factory=lambda: RULES[DEFAULT_VERSION])
 
     def __post_init__(self) -> None:
@@ -80,6 +84,7 @@ class EngineSettings:
             ("num_speculative_tokens", 0),
             ("lookahead_tokens", 0),
             ("draft_slots", 0),
+            ("pipeline_parallel_size", 1),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MAX_TOKENS:
@@ -121,7 +126,7 @@ class EngineSettings:
     @property
     def steps_in_flight(self) -> int:
         """Steps that are scheduled before the oldest one's tokens are known."""
-        return 1 + self.async_scheduling
+        return self.pipeline_parallel_size + self.async_scheduling
 
     @property
     def charged_in_flight(self) -> int:

@@ -59,11 +59,22 @@ class SpeculativeConfig:
     schedule: tuple[tuple[int, int, int], ...] = ()
     acceptance: Acceptance | None = None
     notes: tuple[str, ...] = ()
+    prompt_lookup_min: int = 5
+    prompt_lookup_max: int = 5
+    suffix_max_tree_depth: int = 24
+    suffix_max_cached_requests: int = 10_000
+    suffix_max_spec_factor: float = 1.0
+    suffix_min_token_prob: float = 0.1
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether drafts are looked up in texts, so that a trace with token ids says how many come true."""
+        return self.method in _LOOKUP
 
     @property
     def lookahead_tokens(self) -> int:
         """KV slots that the drafter needs beyond the scheduled tokens."""
-        if self.method in _LOOKUP:
+        if self.is_lookup:
             return 0
         return self.num_speculative_tokens + (self.method == "dflash")
 
@@ -82,7 +93,7 @@ class SpeculativeConfig:
     @property
     def allows_async_scheduling(self) -> bool:
         """vLLM refuses n-gram and suffix drafts there: they need the sampled tokens on the host."""
-        return self.method not in _LOOKUP
+        return not self.is_lookup
 
     def dense_schedule(self, max_num_seqs: int) -> tuple[int, ...]:
         """Drafts by batch size, index 0 unused; empty without a schedule. Gaps and the tail carry the last value on."""
@@ -172,6 +183,12 @@ def read_speculative_config(
         schedule=_schedule(raw.get("num_speculative_tokens_per_batch_size")),
         acceptance=_acceptance(raw, drafts),
         notes=tuple(notes),
+        prompt_lookup_min=raw.get("prompt_lookup_min") or raw.get("prompt_lookup_max") or 5,
+        prompt_lookup_max=raw.get("prompt_lookup_max") or raw.get("prompt_lookup_min") or 5,
+        suffix_max_tree_depth=raw.get("suffix_decoding_max_tree_depth", 24),
+        suffix_max_cached_requests=raw.get("suffix_decoding_max_cached_requests", 10_000),
+        suffix_max_spec_factor=raw.get("suffix_decoding_max_spec_factor", 1.0),
+        suffix_min_token_prob=raw.get("suffix_decoding_min_token_prob", 0.1),
     )
 
 

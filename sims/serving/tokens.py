@@ -1,4 +1,4 @@
-"""Made-up token ids for requests of a trace: equal where it says that prefixes are equal, unlike elsewhere."""
+"""Token ids for requests of a trace: its own, else made up, equal where it says that prefixes are, unlike elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _OWN_START = 2**30
 
 
 def prompt_tokens(number: int, request: Request) -> Int64Array:
-    """Ids of the prompt of a trace's request `number`."""
+    """Ids of the prompt of a trace's request `number`: its own where the trace has them."""
+    if request.prompt_ids is not None:
+        return np.array(request.prompt_ids, dtype=np.int64)
     if request.hash_ids is None:
         return _own(number, request.input_tokens, 0)
     ids = np.array(request.hash_ids, dtype=np.int64)
@@ -27,9 +29,11 @@ def prompt_tokens(number: int, request: Request) -> Int64Array:
     return shared[: request.input_tokens]
 
 
-def output_tokens(number: int, count: int) -> Int64Array:
-    """Ids of the `count` tokens that request `number` will sample."""
-    return _own(number, count, 1)
+def output_tokens(number: int, request: Request) -> Int64Array:
+    """Ids of the tokens that request `number` will sample."""
+    if request.output_ids is not None:
+        return np.array(request.output_ids, dtype=np.int64)
+    return _own(number, request.output_tokens, 1)
 
 
 def _own(number: int, count: int, stream: int) -> Int64Array:

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvtide.kvcache import ConfigError, TraceError
 
 from .demo import DEFAULT_REQUESTS, generate_demo
-from .jsonlines import read_bailian, read_llmservingsim, read_mooncake
+from .jsonlines import read_bailian, read_llmservingsim, read_mooncake, read_token_ids
 from .request import Progress, Request, Trace
 from .servegen import DATASET_GLOB, sample_servegen
 from .tables import AZURE_COLUMNS, BURSTGPT_COLUMNS, GENERIC_KEYS, read_azure, read_burstgpt, read_generic
@@ -29,6 +29,7 @@ FORMATS = {
     "azure": "Azure LLM inference CSV of 2023, 2024 and 2025 (multimodal)",
     "burstgpt": "BurstGPT CSV",
     "llmservingsim": "LLMServingSim requests.jsonl, or the folder of the run",
+    "token-ids": "JSON lines of prompt_token_ids and output_token_ids (or LLMServingSim's input_tok_ids, ...)",
     "weka": "WEKA coding-agent conversation JSON, or a folder of them",
     "servegen": "ServeGen folder of chunk-N-dataset.json and chunk-N-trace.csv",
     "generic": "any CSV or JSON lines whose columns are named",
@@ -41,6 +42,7 @@ _PLAIN_READERS: dict[str, Callable[[TraceFile], Iterator[Request]]] = {
     "qwen-bailian": read_bailian,
     "burstgpt": read_burstgpt,
     "llmservingsim": read_llmservingsim,
+    "token-ids": read_token_ids,
 }
 _NEEDED_KEYS = ("input", "output")
 _HEAD_BYTES = 1 << 20
@@ -166,6 +168,8 @@ def _detect(path: Path) -> str:
             return "weka"
         if "hash_ids" in seen or "input_length" in seen:
             return "qwen-bailian" if "chat_id" in seen else "mooncake"
+        if "prompt_token_ids" in seen or "input_tok_ids" in seen:
+            return "token-ids"
         if "input_toks" in seen or "output_toks" in seen:
             return "llmservingsim"
         looks = f"its keys are {show(seen)}"

@@ -1,5 +1,7 @@
 """Readers of the JSON-lines traces: Mooncake and its relatives, Qwen-Bailian, LLMServingSim's measured requests.
 
+Traces with token ids are LLMServingSim's workloads, or any file with vLLM's names for them.
+
 Each takes an open `TraceFile` and yields one `Request` per line. The Mooncake layout is also used by derived traces
 with other block sizes, and nothing in the file says which: the size is the one that fits the number of ids to the
 length of the prompts in the first rows.
@@ -22,6 +24,8 @@ from .tracefile import TraceFile, show
 HASH_BLOCKS = (512, 16, 64, 32, 128, 256, 1024)
 _PROBED_ROWS = 64
 _BAILIAN_BLOCK = 16
+# The two highest ids mark reasoning in the simulator.
+_TOKENS = 2**31 - 2
 
 
 def read_mooncake(file: TraceFile) -> Iterator[Request]:
@@ -87,3 +91,36 @@ def read_llmservingsim(file: TraceFile) -> Iterator[Request]:
             input_tokens=count(value_of(row, "input_toks", file), "input_toks", file),
             output_tokens=count(value_of(row, "output_toks", file), "output_toks", file),
         )
+
+
+def read_token_ids(file: TraceFile) -> Iterator[Request]:
+    """Yield requests whose tokens are known: `prompt_token_ids`, `output_token_ids`, and `timestamp` in ms.
+
+    Or as in LLMServingSim's workloads: `input_tok_ids`, `output_tok_ids`, `arrival_time_ns`. Without a time all come at
+    once. `request_id` is optional.
+    """
+    for row in file.objects():
+        theirs = "input_tok_ids" in row
+        prompt, output = (
+            _token_ids(value_of(row, name, file), name, file)
+            for name in (("input_tok_ids", "output_tok_ids") if theirs else ("prompt_token_ids", "output_token_ids"))
+        )
+        clock, per_second = ("arrival_time_ns", 1e9) if theirs else ("timestamp", 1000.0)
+        at = row.get(clock, 0)
+        yield Request(
+            request_id=str(row.get("request_id", file.line)),
+            arrival_s=seconds(at / per_second if type(at) in (int, float) else at, clock, file),
+            input_tokens=len(prompt),
+            output_tokens=len(output),
+            prompt_ids=prompt,
+            output_ids=output,
+        )
+
+
+def _token_ids(value: object, name: str, file: TraceFile) -> tuple[int, ...]:
+    if type(value) is not list:
+        raise file.error(f"{name} is {show(value)}, but must be a list of token ids")
+    for token in value:
+        if type(token) is not int or not 0 <= token < _TOKENS:
+            raise file.error(f"{name} has {show(token)}, but token ids are from 0 to {_TOKENS - 1}")
+    return tuple(value)

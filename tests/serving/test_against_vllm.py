@@ -277,6 +277,16 @@ def test_settings(vllm: Peer, changes: dict[str, Any], num_blocks: int) -> None:
     compare(vllm, scenario_of(FULL, num_blocks, settings, requests(7, 24)), settings)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("seed", range(2))
+def test_pipeline_stages(vllm: Peer, asynchronous: bool, stages: int, seed: int) -> None:
+    """As many steps in flight as there are stages; a request decodes once in a round of them."""
+    settings = settings_of(async_scheduling=asynchronous, pipeline_parallel_size=stages, **NO_CACHE)
+    seen = compare(vllm, scenario_of(FULL, 300, settings, requests(seed, 24)), settings)
+    assert seen["steps"] > 100
+
+
 # -- what differs, and why --------------------------------------------------------------------------------------------
 
 

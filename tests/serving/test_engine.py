@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from layouts import layout_of
 
 from kvtide.kvcache import ConfigError, FullAttention, ModelLayout, SlidingWindow, TraceError
-from kvtide.sims.serving.build import Deployment
+from kvtide.sims.serving.build import Deployment, stage_layers
 from kvtide.sims.serving.calibrate import deployment_of, fit, measure_run, read_run, relative_errors, simulate_run
 from kvtide.sims.serving.cost import Efficiency, Parallel
 from kvtide.sims.serving.defaults import resolve_limits
@@ -26,6 +26,7 @@ from kvtide.sims.traces import Request
 LAYOUT = replace(
     layout_of("tiny", (2, FullAttention(2, 64, 64)), (4, SlidingWindow(2, 64, 64, window=128))), max_model_len=2048
 )
+WIDE = replace(layout_of("wide", (8, FullAttention(2, 64, 64))), max_model_len=2048)
 MTP = read_speculative_config({"method": "ngram", "num_speculative_tokens": 3})
 
 
@@ -45,13 +46,22 @@ def requests_of(*shapes: tuple[float, int, int]) -> list[Request]:
     return [Request(str(i), arrival, prompt, output) for i, (arrival, prompt, output) in enumerate(shapes)]
 
 
+stages = st.sampled_from([1, 1, 2, 3])
 shapes = st.lists(st.tuples(st.floats(0, 2), st.integers(1, 900), st.integers(1, 60)), min_size=1, max_size=12)
 
 
-@given(shapes=shapes, policy=st.sampled_from(["kvtide", "grouped", "lcm"]), drafts=st.booleans(), ahead=st.booleans())
+@given(
+    shapes=shapes,
+    policy=st.sampled_from(["kvtide", "grouped", "lcm"]),
+    drafts=st.booleans(),
+    ahead=st.booleans(),
+    stages=stages,
+)
 @settings(max_examples=40)
-def test_what_goes_in_comes_out(shapes: list[tuple[float, int, int]], policy: str, drafts: bool, ahead: bool) -> None:
-    plan = deployment(policy=policy, async_scheduling=ahead)
+def test_what_goes_in_comes_out(
+    shapes: list[tuple[float, int, int]], policy: str, drafts: bool, ahead: bool, stages: int
+) -> None:
+    plan = deployment(policy=policy, async_scheduling=ahead, parallel=Parallel(pipeline=stages))
     if drafts:
         plan = replace(plan, speculative=MTP, acceptance=Acceptance([0.8, 0.5, 0.2]))
     engine = plan.engine(seed=3)
@@ -127,9 +137,45 @@ def test_data_parallel_ranks_share_the_load() -> None:
     assert run.makespan_s < serve(deployment(work=work), *[(0.0, 200, 40)] * 16).makespan_s
 
 
+def test_pipeline_stages_overlap() -> None:
+    """Four stages each hold a quarter of the layers: prompts run nearly four times as fast, a lone request does not.
+
+    Decoding reads each stage's weights for every step, so it is as fast as the steps are full; and the limit of running
+    requests is for all stages together: with 32 a step has eight, and four times as many cost hardly more.
+    """
+    quick = Efficiency(overhead_s=0.0, per_request_s=0.0)
+    base = deployment(layout=WIDE, work=estimate_work(WIDE, 1e9), max_num_seqs=32, efficiency=quick)
+    base = replace(base, kv_cache_memory_bytes=256 << 20)
+    staged = replace(base, parallel=Parallel(pipeline=4))
+    assert staged.cost().weight_bytes == pytest.approx(base.cost().weight_bytes / 4)
+    assert staged.geometry().layout.bytes_per_token == WIDE.bytes_per_token // 4
+    prompts = [(0.0, 1500, 2)] * 16
+    assert 2 < serve(base, *prompts).makespan_s / serve(staged, *prompts).makespan_s < 4
+    alone = serve(staged, (0, 10, 100)).makespan_s / serve(base, (0, 10, 100)).makespan_s
+    assert 1 < alone < 1.1
+    many = [(0.0, 10, 200)] * 128
+    wider = replace(staged, max_num_seqs=128)
+    assert serve(wider, *many).makespan_s < serve(staged, *many).makespan_s / 2.5
+    assert any("raise it 4-fold" in note for note in staged.notes())
+    assert not base.notes()
+
+
+@pytest.mark.parametrize(("layers", "stages", "expected"), [(8, 4, [2] * 4), (10, 4, [2, 3, 3, 2]), (7, 2, [4, 3])])
+def test_layers_of_stages(layers: int, stages: int, expected: list[int]) -> None:
+    assert stage_layers(layers, stages) == expected
+
+
+def test_the_old_rules_run_stages_without_async_scheduling() -> None:
+    staged = deployment(layout=WIDE, parallel=Parallel(pipeline=2))
+    assert staged.settings().steps_in_flight == 3
+    old = replace(staged, version="0.20.2").settings()
+    assert (old.async_scheduling, old.steps_in_flight) == (False, 2)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"parallel": Parallel(pipeline=9)}, "cannot be 9 pipeline stages"),
         ({"kv_cache_memory_bytes": 1 << 20}, "one request of max_model_len 2048 needs"),
         ({"kv_cache_memory_bytes": None, "work": estimate_work(LAYOUT, 70e9)}, r"use more ranks \(--tp\)"),
         ({"gpu_memory_utilization": 1.5, "kv_cache_memory_bytes": None}, "gpu_memory_utilization is 1.5"),

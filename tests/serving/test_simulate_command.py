@@ -148,6 +148,22 @@ def test_offload(files: tuple[str, str], tier: list[str]) -> None:
     assert f"tier        {name}: " in printed
 
 
+def test_drafts_are_measured_where_the_trace_has_token_ids(files: tuple[str, str], tmp_path: Path) -> None:
+    text = list(range(500, 600))
+    trace = tmp_path / "ids.jsonl"
+    trace.write_text(json.dumps({"prompt_token_ids": text, "output_token_ids": text, "timestamp": 0}))
+    config = '{"method": "ngram", "num_speculative_tokens": 4}'
+    arguments = ["--model", files[0], "--trace", str(trace), "--gpu", "l4", "--speculative-config", config]
+    drafts = report_of(*arguments)["drafts"]
+    assert drafts["measured"] is True
+    assert drafts["acceptance_rate"] > 0.9
+    assert len(drafts["per_position"]) == 4
+    assert "of drafts measured" in kvtide("simulate", *arguments).stdout
+    assumed = report_of(*arguments, "--acceptance-rate", "0.5")["drafts"]
+    assert assumed["measured"] is False
+    assert assumed["acceptance_rate"] < 0.6
+
+
 def test_swap_space(files: tuple[str, str]) -> None:
     arguments = ["--model", files[0], "--trace", files[1], "--gpu", "l4"]
     report = report_of(*arguments, "--preemption", "swap", "--swap-space", "1GiB")

@@ -121,6 +121,8 @@ def scheduler_of(scenario: dict[str, Any], folder: str) -> Scheduler:
     # vLLM refuses this with n-gram drafts, and a CPU changes both; the rules are the same for all drafters.
     config.scheduler_config.async_scheduling = settings["async_scheduling"]
     config.scheduler_config.max_num_seqs = settings["max_num_seqs"]
+    # Set here, since vLLM would look for as many devices.
+    config.parallel_config.pipeline_parallel_size = settings["pipeline_parallel_size"]
     cls = AsyncScheduler if settings["async_scheduling"] else Scheduler
     scheduler = cls(
         vllm_config=config,
@@ -137,6 +139,7 @@ def scheduler_of(scenario: dict[str, Any], folder: str) -> Scheduler:
         log_stats=False,
     )
     scheduler.num_lookahead_tokens = settings["lookahead_tokens"]
+    scheduler.use_v2_model_runner = settings["pipeline_parallel_size"] > 1  # the one that runs stages asynchronously
     # vLLM's own rule for engines whose freed blocks must not be written while a step is in flight.
     scheduler.defer_block_free = scenario["defer_free"]
     return scheduler
@@ -148,7 +151,8 @@ class Drive:
     def __init__(self, scenario: dict[str, Any], folder: str) -> None:
         self.scenario = scenario
         self.scheduler = scheduler_of(scenario, folder)
-        self.depth = 2 if scenario["settings"]["async_scheduling"] else 1
+        settings = scenario["settings"]
+        self.depth = settings["pipeline_parallel_size"] + settings["async_scheduling"]
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(scenario["settings"]["block_size"], sha256)
         self.hits: dict[str, int] = {}
