@@ -54,12 +54,13 @@ class CacheStats(NamedTuple):
 class _Sequence:
     """A row of the batch: its tokens (padding left out), and its row in the manager once it is admitted.
 
-    `wanted` are the positions whose logits the forward call in progress wants, and the column of its result for each.
-    `boundary`: where a recurrent model's state is kept, for later prompts.
+    `computed` tokens have been computed, although a preempted row may have to compute them again. `wanted` are the
+    positions whose logits the forward call in progress wants, and the column of its result for each. `boundary`: where a recurrent model's state is kept, for later prompts.
     """
 
     tokens: list[int] = field(default_factory=list)
     row: int | None = None
+    computed: int = 0
     wanted: dict[int, int] = field(default_factory=dict)
     boundary: int = 0
 
@@ -160,6 +161,7 @@ class KvtideCache(Cache):
             )
         for sequence in self._sequences:
             del sequence.tokens[tokens_to_remove:]
+            sequence.computed = min(sequence.computed, len(sequence.tokens))
         self._columns += tokens_to_remove
         self._settle()
         for sequence in self._sequences:
@@ -174,7 +176,7 @@ class KvtideCache(Cache):
         reordered = []
         for parent in parents:
             if parent in kept:
-                reordered.append(_Sequence(list(parent.tokens), boundary=parent.boundary))
+                reordered.append(_Sequence(list(parent.tokens), computed=parent.computed, boundary=parent.boundary))
             else:
                 reordered.append(parent)
                 kept.add(parent)
@@ -301,6 +303,7 @@ class KvtideCache(Cache):
                     at.append(len(ids) + position - start)
                     targets.append((self._sequences.index(sequence), sequence.wanted.pop(position)))
                 ids += sequence.tokens[start : start + count]
+                sequence.computed = max(sequence.computed, start + count)
             # The pass needs some logits to give their shape.
             found = self._paged.run(plan, ids, at or [len(ids) - 1])
             if logits is None:
@@ -323,8 +326,7 @@ class KvtideCache(Cache):
         batch, counts, budget = [], [], self.manager.max_step_tokens
         heads: set[tuple[int, ...]] = set()
         for sequence in self._sequences:
-            left = len(sequence.tokens) - self._done(sequence)
-            if not left or not budget:
+            if sequence.computed == len(sequence.tokens) or not budget:
                 continue
             head = tuple(sequence.tokens[: self.manager.base])
             if not self._runs(sequence):
