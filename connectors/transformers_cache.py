@@ -119,12 +119,12 @@ class KvtideCache(Cache):
                 store_policy=store_policy,
             )
         self._requests: HybridMemoryManager | OffloadManager = self.offload_manager or self.manager
-        self._has_states = any(group.is_state for group in self.manager.groups)
         self._sequences: list[_Sequence] = []
         self._columns = 0
         # The last step and its sequences; committed at the next call, when it is known how much of it stands.
         self._open: tuple[Reservation, list[_Sequence]] | None = None
         self._serial = 0
+        self._closed = False
         self._prompt_tokens = self._device_hits = self._store_hits = self._computed = self._preemptions = 0
         self._paged = PagedModel(model, self.manager, self.arena, forward=model.forward)
         _wrap_forward(model)
@@ -147,7 +147,7 @@ class KvtideCache(Cache):
     @property
     def is_croppable(self) -> bool:
         """Whether tokens can be taken back, as assisted generation does. Not from a recurrent state."""
-        return not self._has_states
+        return not self._paged.has_states
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` columns of the batch."""
@@ -155,7 +155,7 @@ class KvtideCache(Cache):
             raise ConfigError(f"crop takes the tokens to remove as a negative number, not {tokens_to_remove}")
         if not tokens_to_remove or not self._sequences:
             return
-        if self._has_states:
+        if self._paged.has_states:
             raise ConfigError(
                 "a recurrent state cannot take tokens back; assisted generation needs a model without one"
             )
@@ -212,8 +212,9 @@ class KvtideCache(Cache):
 
         False if the store did not finish in `timeout` seconds. A second close does nothing.
         """
-        if self._paged.model.__dict__.get("forward") is None:
+        if self._closed:
             return True
+        self._closed = True
         self.reset()
         done = True
         if self.offload_manager is not None and self._store is not None:
@@ -313,7 +314,7 @@ class KvtideCache(Cache):
                 logits[to_rows, to_columns] = found
             self._computed += len(ids)
             self._open = plan, sequences
-            if self._has_states:
+            if self._paged.has_states:
                 self._settle()
                 self._checkpoint(sequences)
         if logits is None:
@@ -337,7 +338,7 @@ class KvtideCache(Cache):
             left = len(sequence.tokens) - done
             if left >= self.manager.base:
                 heads.add(head)
-            if self._has_states and done < sequence.boundary:
+            if self._paged.has_states and done < sequence.boundary:
                 left = min(left, sequence.boundary - done)
             batch.append(sequence)
             counts.append(min(left, budget))
