@@ -54,12 +54,13 @@ class CacheStats(NamedTuple):
 class _Sequence:
     """A row of the batch: its tokens (padding left out), and its row in the manager once it is admitted.
 
-    `wanted` are the positions whose logits the forward call in progress wants, and the column of its result for each.
-    `boundary`: where a recurrent model's state is kept, for later prompts.
+    `computed` tokens have been computed, although a preempted row may have to compute them again. `wanted` are the
+    positions whose logits the forward call in progress wants, and the column of its result for each. `boundary`: where a recurrent model's state is kept, for later prompts.
     """
 
     tokens: list[int] = field(default_factory=list)
     row: int | None = None
+    computed: int = 0
     wanted: dict[int, int] = field(default_factory=dict)
     boundary: int = 0
 
@@ -118,12 +119,12 @@ class KvtideCache(Cache):
                 store_policy=store_policy,
             )
         self._requests: HybridMemoryManager | OffloadManager = self.offload_manager or self.manager
-        self._has_states = any(group.is_state for group in self.manager.groups)
         self._sequences: list[_Sequence] = []
         self._columns = 0
         # The last step and its sequences; committed at the next call, when it is known how much of it stands.
         self._open: tuple[Reservation, list[_Sequence]] | None = None
         self._serial = 0
+        self._closed = False
         self._prompt_tokens = self._device_hits = self._store_hits = self._computed = self._preemptions = 0
         self._paged = PagedModel(model, self.manager, self.arena, forward=model.forward)
         _wrap_forward(model)
@@ -146,7 +147,7 @@ class KvtideCache(Cache):
     @property
     def is_croppable(self) -> bool:
         """Whether tokens can be taken back, as assisted generation does. Not from a recurrent state."""
-        return not self._has_states
+        return not self._paged.has_states
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` columns of the batch."""
@@ -154,12 +155,13 @@ class KvtideCache(Cache):
             raise ConfigError(f"crop takes the tokens to remove as a negative number, not {tokens_to_remove}")
         if not tokens_to_remove or not self._sequences:
             return
-        if self._has_states:
+        if self._paged.has_states:
             raise ConfigError(
                 "a recurrent state cannot take tokens back; assisted generation needs a model without one"
             )
         for sequence in self._sequences:
             del sequence.tokens[tokens_to_remove:]
+            sequence.computed = min(sequence.computed, len(sequence.tokens))
         self._columns += tokens_to_remove
         self._settle()
         for sequence in self._sequences:
@@ -174,7 +176,7 @@ class KvtideCache(Cache):
         reordered = []
         for parent in parents:
             if parent in kept:
-                reordered.append(_Sequence(list(parent.tokens), boundary=parent.boundary))
+                reordered.append(_Sequence(list(parent.tokens), computed=parent.computed, boundary=parent.boundary))
             else:
                 reordered.append(parent)
                 kept.add(parent)
@@ -210,8 +212,9 @@ class KvtideCache(Cache):
 
         False if the store did not finish in `timeout` seconds. A second close does nothing.
         """
-        if self._paged.model.__dict__.get("forward") is None:
+        if self._closed:
             return True
+        self._closed = True
         self.reset()
         done = True
         if self.offload_manager is not None and self._store is not None:
@@ -301,6 +304,7 @@ class KvtideCache(Cache):
                     at.append(len(ids) + position - start)
                     targets.append((self._sequences.index(sequence), sequence.wanted.pop(position)))
                 ids += sequence.tokens[start : start + count]
+                sequence.computed = max(sequence.computed, start + count)
             # The pass needs some logits to give their shape.
             found = self._paged.run(plan, ids, at or [len(ids) - 1])
             if logits is None:
@@ -310,7 +314,7 @@ class KvtideCache(Cache):
                 logits[to_rows, to_columns] = found
             self._computed += len(ids)
             self._open = plan, sequences
-            if self._has_states:
+            if self._paged.has_states:
                 self._settle()
                 self._checkpoint(sequences)
         if logits is None:
@@ -323,8 +327,7 @@ class KvtideCache(Cache):
         batch, counts, budget = [], [], self.manager.max_step_tokens
         heads: set[tuple[int, ...]] = set()
         for sequence in self._sequences:
-            left = len(sequence.tokens) - self._done(sequence)
-            if not left or not budget:
+            if sequence.computed == len(sequence.tokens) or not budget:
                 continue
             head = tuple(sequence.tokens[: self.manager.base])
             if not self._runs(sequence):
@@ -335,7 +338,7 @@ class KvtideCache(Cache):
             left = len(sequence.tokens) - done
             if left >= self.manager.base:
                 heads.add(head)
-            if self._has_states and done < sequence.boundary:
+            if self._paged.has_states and done < sequence.boundary:
                 left = min(left, sequence.boundary - done)
             batch.append(sequence)
             counts.append(min(left, budget))

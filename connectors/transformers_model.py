@@ -63,7 +63,8 @@ class PagedModel:
     """A transformers model that reads and writes its KV in `arena` through `manager`'s tables.
 
     Sets the model's attention implementation to kvtide's; `close` gives it its own back. `forward` is called in place
-    of the model. `ConfigError` for models whose layers or attention this bridge does not serve.
+    of the model. `has_states`: some layers are recurrent. `ConfigError` for models whose layers or attention this
+    bridge does not serve.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class PagedModel:
         self._forward = forward or model
         self._cache = StepCache(places_of(manager, arena))
         self._cache_name = cache_argument(model)
-        self._packs = not any(group.is_state for group in manager.groups)
+        self.has_states = any(group.is_state for group in manager.groups)
         self._own_attention = model.config._attn_implementation
         model.set_attn_implementation(ATTENTION_NAME)
         if model.config.get_text_config(decoder=True)._attn_implementation != ATTENTION_NAME:
@@ -126,7 +127,7 @@ class PagedModel:
 
     def _batches(self, plan: Reservation) -> Iterator[tuple[Int64Array, tuple[int, int]]]:
         """Places of the plan's rows that go through the model together, and the shape `[b, n]` of their batch."""
-        if self._packs:
+        if not self.has_states:
             yield np.arange(len(plan.rows)), (1, -1)
             return
         for count in np.unique(plan.num_tokens).tolist():
