@@ -269,7 +269,7 @@ class HybridMemoryManager:
                 group.table.place(row, part.first, part.end, part.ids)
         self._steps.start(row)
         self.committed[row] = hit.num_tokens
-        self._sequences.registered[row] = hit.num_tokens // self.base
+        self._cache.begin(row, hit)
         self._junction[row] = hit.junction
         self._covered[row] = 0
         self._changed[:, row] = True
@@ -278,6 +278,7 @@ class HybridMemoryManager:
     def _leave(self, row: int) -> None:
         """Give back what a row holds, its tail before its head, in one order over all groups."""
         positions, blocks = [], []
+        self._cache.catch_up_before(np.array([row]), self.committed[row : row + 1])
         for group in self.groups:
             logical, ids = group.table.clear(row)
             ends = (logical + 1) * (group.fmt.block_size or self.max_model_len)
@@ -378,8 +379,8 @@ class HybridMemoryManager:
         if step.num_drafts.any():
             self.drafts.record(step.num_drafts, np.maximum(accepted - (step.num_tokens - step.num_drafts), 0))
         self._settle_states(rows, accepted)
-        if self._cache.enabled and (fresh := self._sequences.register(rows, committed)):
-            self._cache.register(fresh)
+        if self._cache.enabled:
+            self._cache.advance(rows, committed)
         for group in self.groups:
             if group.is_bounded:
                 self._slide(group, rows, committed)
@@ -455,6 +456,7 @@ class HybridMemoryManager:
                 f"a load of row {row} must end at a multiple of {self.load_step} tokens above {committed} and up to "
                 f"{most}, not at {num_tokens}"
             )
+        self._cache.catch_up()
         chain = self._sequences.chain(row)
         taken = take_load(
             self.groups, self.pool, self._cache.index, chain, row=row, committed=committed, num_tokens=num_tokens
@@ -480,8 +482,7 @@ class HybridMemoryManager:
         del self._loading[row]
         self.committed[row] = load.num_tokens
         rows = np.array([row])
-        if fresh := self._sequences.register(rows, self.committed[rows]):
-            self._cache.register(fresh, without=missing)
+        self._cache.advance_loaded(row, load.num_tokens, missing)
         arrived = [group for group in self._states if not np.isin(load.states[group.number], missing).any()]
         if arrived:
             number = load.num_tokens // self.base - 1
@@ -522,6 +523,7 @@ class HybridMemoryManager:
             raise KvtideError(f"blocks of group {group} have no keys: text does not determine them")
         ids = own_blocks(managed, row, int(self.committed[row]), logical)
         if self._cache.enabled and len(rest := np.flatnonzero(ids[0] < 0)):
+            self._cache.catch_up()
             ids[:, rest] = cached_blocks(managed, self._cache.index, self._sequences.chain(row), logical[rest])
         return np.where(ids >= 0, managed.table.to_entries(np.maximum(ids, 0)), np.int32(NO_BLOCK))
 
@@ -614,6 +616,7 @@ class HybridMemoryManager:
         if not moved.any():
             return
         rows, first = rows[moved], first[moved]
+        self._cache.catch_up_before(rows, first * group.fmt.block_size)
         owners, logical, ids = group.table.slide(rows, first)
         self._changed[group.number, rows] = True
         # A dead window block is worth keeping only where a hit may end: a little before the end of the prompt, and
@@ -679,6 +682,10 @@ class HybridMemoryManager:
     def set_quota(self, salt: str, num_bytes: int | str | None) -> None:
         """Bound the cached bytes that requests of a salt leave behind from now on; 0 keeps none, None lifts it."""
         self._cache.quotas.set(salt, num_bytes if num_bytes is None or num_bytes == 0 else parse_bytes(num_bytes))
+
+    def catch_up(self) -> None:
+        """Put all whole blocks under their keys now. Whoever looks for them does it; this is for idle moments."""
+        self._cache.catch_up()
 
     def reset_cache(self) -> None:
         """Forget every cached block that nothing holds."""

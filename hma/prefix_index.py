@@ -37,6 +37,9 @@ class PrefixIndex:
         self._spans: dict[bytes, bytes] = {}
         self._birth = np.zeros(self._capacity, dtype=np.int64)
         self._births = 0
+        # Nodes that somebody wants to know of when they are found or forgotten; whether one has been forgotten.
+        self.watched = np.zeros(self._capacity, dtype=np.bool_)
+        self.lost_watched = False
         self._keys: list[bytes] = []
         self._recycled: list[int] = []
         self._offsets = [0, *accumulate(cells_per_node)]
@@ -50,6 +53,11 @@ class PrefixIndex:
     def __len__(self) -> int:
         """Keys with at least one cached block."""
         return len(self._nodes)
+
+    def births(self, nodes: Int64Array) -> Int64Array:
+        """A number per node that no other node has or had; 0 when it has been forgotten."""
+        births: Int64Array = self._birth[nodes]
+        return births
 
     def find(self, keys: Sequence[bytes]) -> Int64Array:
         """Node per key, -1 where a key is not known."""
@@ -164,6 +172,9 @@ class PrefixIndex:
         if not len(empty):
             return
         self._birth[empty] = 0
+        if self.watched[empty].any():
+            self.watched[empty] = False
+            self.lost_watched = True
         for node in set(empty.tolist()):
             key = self._keys[node]
             if self._nodes.pop(key, None) is not None:
@@ -183,6 +194,7 @@ class PrefixIndex:
         capacity = max(needed, 2 * self._capacity)
         self._cells = _grown(self._cells, capacity * self._width)
         self._filled, self._birth = _grown(self._filled, capacity), _grown(self._birth, capacity)
+        self.watched = _grown(self.watched, capacity)
         self._capacity = capacity
 
     def check(self, cached: Int64Array) -> None:
