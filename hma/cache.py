@@ -69,7 +69,9 @@ class PrefixCache:
         self._drop_last = drop_last
         self._events: list[KvEvent] | None = [] if events else None
         # A router follows the cache event by event, so then nothing waits.
-        self._waiting = WaitingRows(self.index, len(sequences.registered), enabled=enabled and not events)
+        self._waiting = WaitingRows(
+            self.index, len(sequences.registered), groups[0].base, enabled=enabled and not events
+        )
         self._draft_groups = [group.number for group in groups if group.draft_only]
         self.on_evict: Callable[[list[Evicted]], None] | None = None
         self._pins: dict[int, tuple[Int64Array, str]] = {}
@@ -90,7 +92,7 @@ class PrefixCache:
         hit = find_hit(self._groups, self.index, nodes, self._drop_last)
         if hit.num_tokens:
             # All groups pin before anything else is taken, so that no group's growth evicts another's hit.
-            self._pool.acquire(hit.all_ids())
+            self._pool.acquire(hit.all_ids(), hit.num_blocks())
         return hit
 
     # -- blocks come and go -------------------------------------------------------------------------------------------
@@ -102,13 +104,13 @@ class PrefixCache:
 
     def advance(self, rows: Int64Array, committed: Int64Array) -> None:
         """Rows have so many committed tokens now; what has become whole is cached, at once or when it matters."""
-        now = self._waiting.advance(rows, committed // self._groups[0].base, self._sequences.registered)
+        now = self._waiting.advance(rows, committed, self._sequences.registered)
         if len(now):
             self.catch_up(now)
 
     def advance_loaded(self, row: int, num_tokens: int, missing: Int64Array) -> None:
         """A load has brought a row to so many tokens, all but the `missing` blocks of them."""
-        self._waiting.whole[row] = num_tokens // self._groups[0].base
+        self._waiting.skip_to(row, num_tokens // self._groups[0].base)
         self.catch_up(np.array([row]), without=missing)
 
     def catch_up(self, rows: Int64Array | None = None, *, without: Int64Array | None = None) -> None:
@@ -168,16 +170,30 @@ class PrefixCache:
         self.index.forget_empty(nodes)
         return added
 
-    def release(self, ids: Int64Array, classes: npt.NDArray[np.uint8], salt: str) -> None:
-        """Drop one reference of each block, first the one to be evicted first, and keep the salt's quota."""
-        self._pool.release(ids, self._adjusted(ids, classes))
+    def release(
+        self,
+        ids: Int64Array,
+        classes: npt.NDArray[np.uint8],
+        salt: str,
+        counts: Mapping[int, int] | None = None,
+    ) -> None:
+        """Drop one reference of each block, first the one to be evicted first, and keep the salt's quota.
+
+        `counts[group]` of the blocks belong to each group, where the caller knows.
+        """
+        self._pool.release(ids, self._adjusted(ids, classes), counts)
         if self.quotas:
             self._drop(self.quotas.overrun(salt, ids))
 
-    def release_dead(self, ids: Int64Array, classes: npt.NDArray[np.uint8], salts: Sequence[str]) -> None:
-        """Drop references of blocks of several rows, which may hold one and the same block; one salt per block."""
+    def release_dead(
+        self, group: ManagedGroup, ids: Int64Array, classes: npt.NDArray[np.uint8], salts: Sequence[str]
+    ) -> None:
+        """Drop references of a group's blocks of several rows, which may hold the same block; one salt per block."""
         rest, rest_classes = ids, classes
         # A block that two rows hold has two references.
+        if group.fmt.blocks_per_page == 1 and (self._pool.refs[rest] == 1).all():
+            self._pool.release_pages(group.number, rest, self._adjusted(rest, rest_classes))
+            rest = rest[:0]
         while len(rest) and self._pool.refs[rest].max() > 1:
             _, once = np.unique(rest, return_index=True)
             once.sort()

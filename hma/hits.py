@@ -45,6 +45,10 @@ class Hit(NamedTuple):
     junction: int = 0
     node: int = -1
 
+    def num_blocks(self) -> dict[int, int]:
+        """Blocks of the hit by group."""
+        return {number: part.ids.size for number, part in self.blocks.items()}
+
     def all_ids(self) -> Int64Array:
         """Ids of all blocks of the hit."""
         return np.concatenate([np.empty(0, dtype=np.int64), *(part.ids.T.ravel() for part in self.blocks.values())])
@@ -79,7 +83,8 @@ def find_hit(groups: Sequence[ManagedGroup], index: PrefixIndex, nodes: Int64Arr
     if nodes.max() < 0:
         return Hit(0, {}, tuple(group.name for group in cacheable))
     lengths = np.arange(1, len(nodes) + 1) * base
-    ids = {group.number: _ids_by_block(group, index, nodes) for group in cacheable}
+    cells = index.all_cells(nodes)
+    ids = {group.number: _ids_by_block(group, cells[group.number]) for group in cacheable}
     serves = {group.number: servable(group, ids[group.number], lengths) for group in cacheable}
     common = np.logical_and.reduce(list(serves.values()))
     agreed = np.flatnonzero(common)
@@ -97,10 +102,9 @@ def find_hit(groups: Sequence[ManagedGroup], index: PrefixIndex, nodes: Int64Arr
     return Hit(length, blocks, limited, junction, int(nodes[best]))
 
 
-def _ids_by_block(group: ManagedGroup, index: PrefixIndex, nodes: Int64Array) -> Int64Array:
-    """Cached ids `[logical blocks, tables]` (per key for states), -1 where not cached."""
-    cells = index.cells(group.number, nodes[group.keys_per_block - 1 :: group.keys_per_block])
-    return cells.reshape(-1, group.fmt.tables)
+def _ids_by_block(group: ManagedGroup, cells: Int64Array) -> Int64Array:
+    """Cached ids `[logical blocks, tables]` (per key for states), -1 where not cached, of a group's cells by key."""
+    return cells[group.keys_per_block - 1 :: group.keys_per_block].reshape(-1, group.fmt.tables)
 
 
 def servable(group: ManagedGroup, ids: Int64Array, lengths: Int64Array) -> npt.NDArray[np.bool_]:

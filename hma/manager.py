@@ -32,7 +32,7 @@ from .cache import Evicted, Pin, PrefixCache
 from .drafts import DraftAccounting
 from .events import KvEvent
 from .groups import ManagedGroup, base_block, make_groups
-from .hashing import Item, KeyChain, as_token_bytes, namespace
+from .hashing import Item, KeyChain, as_token_bytes, as_tokens, namespace
 from .loads import Load, LoadRun, Refused, cached_blocks, own_blocks, take_load
 from .pool import CLASS_NORMAL, CLASS_SCRAP, PagePool
 from .sequences import FreshKeys, Sequences
@@ -43,6 +43,7 @@ from .tables import NO_BLOCK, GroupTable, ranges
 # finds its window; never less than two base blocks.
 JUNCTION_SLACK = 512
 PRIORITIES = (-3, 3)
+NO_LIMIT = np.iinfo(np.int64).max
 
 
 class Admission(NamedTuple):
@@ -169,6 +170,10 @@ class HybridMemoryManager:
         self._free_rows = list(range(max_requests - 1, -1, -1))
         self._class = np.zeros(max_requests, dtype=np.uint8)
         self._junction = np.zeros(max_requests, dtype=np.int64)
+        # Per bounded group `[above or up to, span, row]`: dead blocks that end in one of two spans are worth keeping.
+        self._useful = {
+            group.number: np.zeros((2, 2, max_requests), dtype=np.int64) for group in self.groups if group.is_bounded
+        }
         # Tokens that the blocks of every group have room for; a row that stays within needs nothing.
         self._covered = np.zeros(max_requests, dtype=np.int64)
         self._changed = np.zeros((len(self.groups), max_requests), dtype=np.bool_)
@@ -271,29 +276,50 @@ class HybridMemoryManager:
         self.committed[row] = hit.num_tokens
         self._cache.begin(row, hit)
         self._junction[row] = hit.junction
+        self._mark_useful(row)
         self._covered[row] = 0
         self._changed[:, row] = True
         return Admission(row, hit.num_tokens, hit.limited_by)
 
+    def _mark_useful(self, row: int) -> None:
+        """Where a row's dead window blocks are worth keeping: where a hit may end.
+
+        That is a little before the end of the prompt, and where this prompt parted from an earlier one. What is
+        generated is hit at its end, and that is still in the window when the row leaves.
+        """
+        prompt, junction = int(self._sequences.prompt[row]), int(self._junction[row])
+        slack = max(JUNCTION_SLACK, 2 * self.base)
+        for number, bounds in self._useful.items():
+            fmt = self.groups[number].fmt
+            reach = fmt.group.spec.reach or 0
+            bounds[:, 0, row] = prompt - reach - slack, prompt + fmt.block_size - 1
+            bounds[:, 1, row] = junction - reach, junction
+
     def _leave(self, row: int) -> None:
         """Give back what a row holds, its tail before its head, in one order over all groups."""
-        positions, blocks = [], []
+        positions: list[Int64Array] = []
+        blocks: list[Int64Array] = []
+        counts: dict[int, int] = {}
         self._cache.catch_up_before(np.array([row]), self.committed[row : row + 1])
         for group in self.groups:
             logical, ids = group.table.clear(row)
-            ends = (logical + 1) * (group.fmt.block_size or self.max_model_len)
-            positions.append(np.repeat(ends, group.fmt.tables))
-            blocks.append(ids.T.ravel())
+            if len(logical):
+                ends = (logical + 1) * (group.fmt.block_size or self.max_model_len)
+                positions.append(np.repeat(ends, group.fmt.tables))
+                blocks.append(ids.T.ravel())
+                counts[group.number] = ids.size
         loading = self._loading.pop(row, None)
         for states in (self._checkpoints.pop(row, {}), {} if loading is None else loading.states):
-            for ids in states.values():
+            for number, ids in states.items():
                 positions.append(np.zeros(len(ids), dtype=np.int64))
                 blocks.append(ids)
-        held = np.concatenate(blocks)
-        held = held[np.argsort(-np.concatenate(positions), kind="stable")]
+                counts[number] = counts.get(number, 0) + len(ids)
+        held = np.concatenate(blocks) if blocks else np.empty(0, dtype=np.int64)
+        if len(blocks) > 1:
+            held = held[np.argsort(-np.concatenate(positions), kind="stable")]
         self.committed[row] = self._sequences.registered[row] = 0
         self._changed[:, row] = True
-        parting = Parting(held, np.full(len(held), self._class[row]), self._salt[row])
+        parting = Parting(held, np.full(len(held), self._class[row]), self._salt[row], counts)
         if self._steps.stop(row, parting):
             self._cache.release(*parting)
 
@@ -317,25 +343,34 @@ class HybridMemoryManager:
         # Copies, since they are kept until the commit and engines reuse their arrays.
         rows = whole_numbers("rows", rows)
         tokens = whole_numbers("num_tokens", num_tokens)
-        drafts = np.zeros_like(tokens) if num_drafts is None else whole_numbers("num_drafts", num_drafts)
+        drafts = None if num_drafts is None else whole_numbers("num_drafts", num_drafts)
         self._steps.check_reserve(rows, tokens, drafts, self.max_step_tokens)
         if self._loading and (waiting := self._loading.keys() & set(rows.tolist())):
             raise KvtideError(f"row {min(waiting)} is being loaded; settle or cancel its load first")
-        start = self.committed[rows] + self._steps.in_flight[rows]
-        self._check_length(rows, start, tokens)
-        has_gap = np.zeros(len(rows), dtype=np.bool_)
-        upper = start + tokens + self.lookahead
-        short = np.flatnonzero(upper > self._covered[rows])
-        if len(short):
+        start = self.committed[rows]
+        if not self._steps.is_idle:
+            start += self._steps.in_flight[rows]
+        upper = start + tokens
+        self._check_length(rows, upper)
+        sure = None
+        if kv_from_activations:
             # Drafts, of this step and of those in flight, may all be rejected: what is dead must be dead without them.
-            sure = start + tokens - drafts - self._steps.drafts_in_flight[rows]
-            has_gap[short] = self._grow(rows[short], upper[short], sure[short] if kv_from_activations else None)
+            sure = upper - self._steps.drafts_in_flight[rows] - (0 if drafts is None else drafts)
+        if self.lookahead:
+            upper += self.lookahead
+        has_gap = None
+        short = (upper > self._covered[rows]).nonzero()[0]
+        if len(short):
+            gap = self._grow(rows[short], upper[short], None if sure is None else sure[short])
+            if gap is not None:
+                has_gap = np.zeros(len(rows), dtype=np.bool_)
+                has_gap[short] = gap
         number = self._steps.push(rows, tokens, drafts, has_gap)
         changed = {}
         for group in self.groups:
             dirty = self._changed[group.number]
-            changed[group.name] = np.flatnonzero(dirty)
-            dirty[:] = False
+            changed[group.name] = dirty.nonzero()[0]
+            dirty.fill(False)
         # A row that had nothing in flight before starts from its checkpoint; a second step goes on from the first.
         restored = self._restored(rows[start == self.committed[rows]]) if self._checkpoints else []
         return Reservation(number, rows, start, tokens, changed, restored)
@@ -366,7 +401,7 @@ class HybridMemoryManager:
             self._check_states(step, accepted)
         committed = self.committed[rows] + accepted
         if self._cache.enabled:
-            ids = np.frombuffer(as_token_bytes([] if token_ids is None else token_ids), dtype="<i4")
+            ids = as_tokens([] if token_ids is None else token_ids)
             unseen = self._sequences.unseen(rows, committed)
             if len(ids) != unseen.sum():
                 raise KvtideError(
@@ -376,9 +411,10 @@ class HybridMemoryManager:
                 self._sequences.learn(rows, unseen, ids)
         partings = self._steps.retire(step)
         self.committed[rows] = committed
-        if step.num_drafts.any():
+        if step.num_drafts is not None and step.num_drafts.any():
             self.drafts.record(step.num_drafts, np.maximum(accepted - (step.num_tokens - step.num_drafts), 0))
-        self._settle_states(rows, accepted)
+        if self._states:
+            self._settle_states(rows, accepted)
         if self._cache.enabled:
             self._cache.advance(rows, committed)
         for group in self.groups:
@@ -567,8 +603,7 @@ class HybridMemoryManager:
 
     # -- inside a step ------------------------------------------------------------------------------------------------
 
-    def _check_length(self, rows: Int64Array, start: Int64Array, tokens: Int64Array) -> None:
-        after = start + tokens
+    def _check_length(self, rows: Int64Array, after: Int64Array) -> None:
         if after.max(initial=0) > self.max_model_len:
             at = int(after.argmax())
             raise KvtideError(
@@ -587,51 +622,48 @@ class HybridMemoryManager:
                 "recurrent state after them was not kept; preempt it to begin again from a checkpoint"
             )
 
-    def _grow(self, rows: Int64Array, upper: Int64Array, sure: Int64Array | None) -> npt.NDArray[np.bool_]:
-        """Take what every group lacks for the rows to hold `upper[i]` tokens; says which rows got a gap.
+    def _grow(self, rows: Int64Array, upper: Int64Array, sure: Int64Array | None) -> npt.NDArray[np.bool_] | None:
+        """Take what every group lacks for the rows to hold `upper[i]` tokens; says which rows got a gap, if any did.
 
         With `sure`, the least tokens that will be committed by then, what is out of reach at that length is not taken.
         """
-        image = self.image_tokens[rows]
         growths = [
-            group.growth(rows, image if group.is_cross else upper, sure, self.lookahead) for group in self.groups
+            group.growth(rows, self.image_tokens[rows] if group.is_cross else upper, sure, self.lookahead)
+            for group in self.groups
         ]
         needs = [growth.total * group.fmt.tables for group, growth in zip(self.groups, growths, strict=True)]
         if self.pool.pages_short(needs) > 0:
             raise self._exhausted(needs)
-        has_gap = np.zeros(len(rows), dtype=np.bool_)
-        covered = np.full(len(rows), np.iinfo(np.int64).max)
+        has_gap: npt.NDArray[np.bool_] | None = None
+        covered = np.full(len(rows), NO_LIMIT)
         for group, growth, ids in zip(self.groups, growths, self.pool.take(needs), strict=True):
-            group.append(rows, growth, ids)
-            self._changed[group.number, rows[growth.sinks + growth.gaps + growth.counts > 0]] = True
-            has_gap |= growth.gaps > 0
+            if growth.total or growth.gaps is not None:
+                self._changed[group.number, group.append(rows, growth, ids)] = True
+            if growth.gaps is not None:
+                has_gap = growth.gaps > 0 if has_gap is None else has_gap | (growth.gaps > 0)
             if not (group.is_state or group.is_cross):
-                covered = np.minimum(covered, group.table.end[rows] * group.fmt.block_size)
+                np.minimum(covered, group.table.end[rows] * group.fmt.block_size, out=covered)
         self._covered[rows] = covered
         return has_gap
 
     def _slide(self, group: ManagedGroup, rows: Int64Array, committed: Int64Array) -> None:
         first = group.first_block(committed)
-        moved = first > group.table.first[rows]
-        if not moved.any():
+        moved = (first > group.table.first[rows]).nonzero()[0]
+        if not len(moved):
             return
         rows, first = rows[moved], first[moved]
         self._cache.catch_up_before(rows, first * group.fmt.block_size)
         owners, logical, ids = group.table.slide(rows, first)
         self._changed[group.number, rows] = True
-        # A dead window block is worth keeping only where a hit may end: a little before the end of the prompt, and
-        # where this prompt parted from an earlier one. What is generated is hit at its end, and that is still in the
-        # window when the row leaves.
         end = (logical + 1) * group.fmt.block_size
-        reach, slack = group.fmt.group.spec.reach or 0, max(JUNCTION_SLACK, 2 * self.base)
-        junction = self._junction[owners]
-        prompt = self._sequences.prompt[owners]
-        useful = (end > prompt - reach - slack) & (end - group.fmt.block_size < prompt)
-        useful |= (end > junction - reach) & (end <= junction)
+        above, upto = self._useful[group.number][:, :, owners]
+        useful = ((end > above) & (end <= upto)).any(axis=0)
         classes = np.where(useful, self._class[owners], np.uint8(CLASS_SCRAP))
         tables = group.fmt.tables
         salts = [self._salt[row] for row in np.repeat(owners, tables).tolist()] if self._cache.quotas else []
-        self._cache.release_dead(ids.T.ravel(), np.repeat(classes, tables), salts)
+        if tables > 1:
+            classes = np.repeat(classes, tables)
+        self._cache.release_dead(group, ids.T.ravel(), classes, salts)
 
     def _restored(self, rows: Int64Array) -> list[Copy]:
         """Copies that bring a hit's checkpoints into the running states."""

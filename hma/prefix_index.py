@@ -12,7 +12,7 @@ its keys, so only that one has to be hashed. Where it is not known the keys are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -101,6 +101,14 @@ class PrefixIndex:
             cells[nodes < 0] = EMPTY
         return cells
 
+    def all_cells(self, nodes: Int64Array) -> list[Int64Array]:
+        """`cells` of every group at once, which is cheaper for many nodes."""
+        cells = self._cells.reshape(-1, self._width).take(nodes, axis=0).astype(np.int64)
+        cells -= 1
+        if nodes.min(initial=0) < 0:
+            cells[nodes < 0] = EMPTY
+        return [cells[:, begin:end] for begin, end in pairwise(self._offsets)]
+
     def _positions(self, group: int, nodes: Int64Array) -> Int64Array:
         """Where a group's cells `[len(nodes), width]` of some nodes stand."""
         positions: Int64Array = (nodes * self._width)[:, None] + np.arange(*self._offsets[group : group + 2])
@@ -108,21 +116,28 @@ class PrefixIndex:
 
     def nodes_for(self, keys: Sequence[bytes]) -> Int64Array:
         """Node per key; unknown keys get one."""
-        table = self._nodes
-        unknown = [key for key in dict.fromkeys(keys) if key not in table]
-        if unknown:
-            again = min(len(self._recycled), len(unknown))
-            born = [self._recycled.pop() for _ in range(again)]
-            for node, key in zip(born, unknown, strict=False):
+        nodes = self.find(keys)
+        unknown = (nodes == EMPTY).nonzero()[0]
+        if not len(unknown):
+            return nodes
+        fresh = list(dict.fromkeys(keys if len(unknown) == len(keys) else [keys[i] for i in unknown.tolist()]))
+        again = min(len(self._recycled), len(fresh))
+        born = np.arange(len(self._keys) - again, len(self._keys) - again + len(fresh))
+        if again:
+            born[:again] = self._recycled[-again:]
+            del self._recycled[-again:]
+            for node, key in zip(born[:again].tolist(), fresh, strict=False):
                 self._keys[node] = key
-            born += range(len(self._keys), len(self._keys) + len(unknown) - again)
-            self._keys += unknown[again:]
-            table.update(zip(unknown, born, strict=True))
-            if len(self._keys) > self._capacity:
-                self._grow(len(self._keys))
-            self._birth[born] = np.arange(self._births, self._births + len(born)) + 1
-            self._births += len(born)
-        return np.array([table[key] for key in keys], dtype=np.int64)
+        self._keys += fresh[again:]
+        self._nodes.update(zip(fresh, born.tolist(), strict=True))
+        if len(self._keys) > self._capacity:
+            self._grow(len(self._keys))
+        self._birth[born] = np.arange(self._births, self._births + len(born)) + 1
+        self._births += len(born)
+        if len(fresh) == len(unknown):
+            nodes[unknown] = born
+            return nodes
+        return self.find(keys)
 
     def insert(self, group: int, nodes: Int64Array, cells: Int64Array) -> Int64Array:
         """Put blocks `[len(nodes), width]` into empty cells, none where -1 stands; returns the ids that were put.

@@ -26,10 +26,12 @@ MOST_WAITING = 64
 class WaitingRows:
     """Arrays by row: `whole` counts the row's whole base blocks, `is_waiting` says that some have no key yet."""
 
-    def __init__(self, index: PrefixIndex, max_requests: int, *, enabled: bool) -> None:
+    def __init__(self, index: PrefixIndex, max_requests: int, base: int, *, enabled: bool) -> None:
         self._index = index
+        self._base = base
         self._enabled = enabled
         self.whole = np.zeros(max_requests, dtype=np.int64)
+        self._next = np.zeros(max_requests, dtype=np.int64)  # tokens at which there is one more
         self.is_waiting = np.zeros(max_requests, dtype=np.bool_)
         self._count = 0
         # Where the row's last key was put, and that node's birth.
@@ -42,26 +44,40 @@ class WaitingRows:
 
     def begin(self, row: int, whole: int, node: int) -> None:
         """A row starts with `whole` base blocks under keys; the last is at `node`, -1 when there is none."""
-        self.whole[row] = whole
+        self.skip_to(row, whole)
         self._node[row] = max(node, 0)
         self._birth[row] = -1 if node < 0 else int(self._index.births(self._node[row : row + 1])[0])
 
-    def advance(self, rows: Int64Array, whole: Int64Array, registered: Int64Array) -> Int64Array:
-        """Rows have `whole[i]` whole blocks now, and `registered[row]` under keys; returns those that may not wait."""
-        more = (whole > self.whole[rows]).nonzero()[0]
+    def advance(self, rows: Int64Array, committed: Int64Array, registered: Int64Array) -> Int64Array:
+        """Rows have `committed[i]` tokens now, and `registered[row]` blocks under keys; returns those that may not wait.
+
+        That is, of those that have more whole blocks than before.
+        """
+        more = (committed >= self._next[rows]).nonzero()[0]
         if not len(more):
             return more
-        rows, whole = rows[more], whole[more]
+        rows = rows[more]
+        whole = committed[more] // self._base
+        self._next[rows] = (whole + 1) * self._base
         self.whole[rows] = whole
         if not self._enabled:
             return rows
-        may = self._index.births(self._node[rows]) == self._birth[rows]
-        may &= whole - registered[rows] < MOST_WAITING
-        waiting = rows[may]
-        self._count += len(waiting) - int(self.is_waiting[waiting].sum())
-        self.is_waiting[waiting] = True
-        self._index.watched[self._node[waiting]] = True
-        return rows[~may]
+        may_not = whole - registered[rows] >= MOST_WAITING
+        news = ~(self.is_waiting[rows] | may_not)
+        if news.any():
+            new = rows[news]
+            nodes = self._node[new]
+            is_there = self._index.births(nodes) == self._birth[new]
+            may_not[news] = ~is_there
+            self._index.watched[nodes[is_there]] = True
+            self.is_waiting[new[is_there]] = True
+            self._count += int(is_there.sum())
+        return rows[may_not]
+
+    def skip_to(self, row: int, whole: int) -> None:
+        """A row has got blocks all at once."""
+        self.whole[row] = whole
+        self._next[row] = (whole + 1) * self._base
 
     def rows(self) -> Int64Array:
         """All rows that wait."""
