@@ -148,7 +148,7 @@ class PagePool:
         return ids
 
     def acquire(self, ids: Int64Array, counts: Mapping[int, int] | None = None) -> None:
-        """Add a reference to each cached block (a hit). Ids are unique within the call, `counts[group]` of each group."""
+        """Add a reference to each cached block (a hit). Ids are unique in a call, `counts[group]` of each group."""
         refs = self.refs[ids]
         self.refs[ids] = refs + ONE
         idle = ids

@@ -49,9 +49,9 @@ class WaitingRows:
         self._birth[row] = -1 if node < 0 else int(self._index.births(self._node[row : row + 1])[0])
 
     def advance(self, rows: Int64Array, committed: Int64Array, registered: Int64Array) -> Int64Array:
-        """Rows have `committed[i]` tokens now, and `registered[row]` blocks under keys; returns those that may not wait.
+        """Rows have `committed[i]` tokens now, and `registered[row]` blocks under keys.
 
-        That is, of those that have more whole blocks than before.
+        Returns those that have more whole blocks than before and may not wait.
         """
         more = (committed >= self._next[rows]).nonzero()[0]
         if not len(more):
