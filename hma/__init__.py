@@ -5,8 +5,9 @@ from .cache import Evicted, Pin
 from .drafts import DraftAccounting, DraftCounts
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from .hashing import Item
-from .manager import Admission, Copy, HybridMemoryManager, Reservation
+from .manager import HybridMemoryManager
 from .planner import fits
+from .plans import Admission, Copy, Reservation
 from .thinking import Forcing, ThinkingBudget, ThinkingMarkers
 
 __all__ = [

@@ -17,7 +17,7 @@ from .pool import PoolCounts
 from .tables import NO_BLOCK
 
 if TYPE_CHECKING:
-    from .manager import HybridMemoryManager
+    from .core import ManagerCore
 
 
 class MemoryByCause(NamedTuple):
@@ -60,7 +60,7 @@ class _SlotArrays(NamedTuple):
     tail: Int64Array
 
 
-def account(manager: HybridMemoryManager) -> MemoryByCause:
+def account(manager: ManagerCore) -> MemoryByCause:
     """The bytes of a manager's pool by cause; looks at every page and every table entry."""
     pool, page_bytes = manager.pool, manager.geometry.page_bytes
     parts = [_free_pages(pool.free_pages * page_bytes)]
@@ -71,12 +71,12 @@ def account(manager: HybridMemoryManager) -> MemoryByCause:
     return _total(parts)
 
 
-def account_active(manager: HybridMemoryManager) -> MemoryByCause:
+def account_active(manager: ManagerCore) -> MemoryByCause:
     """The same for active pages alone: what running requests keep others from having."""
     return _total(list(account_active_groups(manager).values()))
 
 
-def account_active_groups(manager: HybridMemoryManager) -> dict[str, MemoryByCause]:
+def account_active_groups(manager: ManagerCore) -> dict[str, MemoryByCause]:
     """`account_active`, by group name."""
     pool = manager.pool
     return {
@@ -93,7 +93,7 @@ def _free_pages(num_bytes: int) -> MemoryByCause:
     return MemoryByCause(0, 0, 0, 0, 0, 0, 0, 0, free=num_bytes)
 
 
-def _group(manager: HybridMemoryManager, group: ManagedGroup, counts: PoolCounts, pages: int) -> MemoryByCause:
+def _group(manager: ManagerCore, group: ManagedGroup, counts: PoolCounts, pages: int) -> MemoryByCause:
     fmt = group.fmt
     only_pinned = _only_pinned(manager, group)
     tables = _tables(manager, group)
@@ -121,14 +121,14 @@ def _group(manager: HybridMemoryManager, group: ManagedGroup, counts: PoolCounts
     )
 
 
-def _only_pinned(manager: HybridMemoryManager, group: ManagedGroup) -> int:
+def _only_pinned(manager: ManagerCore, group: ManagedGroup) -> int:
     """Blocks of a group that nothing but pins holds."""
     pool = manager.pool
     pinned, times = np.unique(manager.pinned_blocks(), return_counts=True)
     return int(((pool.refs[pinned] == times) & (pool.owner[pinned // pool.stride] == group.number)).sum())
 
 
-def _tables(manager: HybridMemoryManager, group: ManagedGroup) -> list[tuple[int, _Slots]]:
+def _tables(manager: ManagerCore, group: ManagedGroup) -> list[tuple[int, _Slots]]:
     """Distinct blocks that running rows hold in each table of the group, and their slots by cause."""
     rows, logical, ids = [], [], []
     for row in manager.running_rows.tolist():
@@ -152,7 +152,7 @@ def _tables(manager: HybridMemoryManager, group: ManagedGroup) -> list[tuple[int
     return tables
 
 
-def _slots_of(manager: HybridMemoryManager, group: ManagedGroup, rows: Int64Array, logical: Int64Array) -> _SlotArrays:
+def _slots_of(manager: ManagerCore, group: ManagedGroup, rows: Int64Array, logical: Int64Array) -> _SlotArrays:
     if group.is_state:
         running = (logical == 0).astype(np.int64)
         none = np.zeros_like(running)

@@ -19,11 +19,12 @@ from kvtide.kvcache.specs import Int64Array
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from .groups import ManagedGroup
 from .hashing import KeyChain
-from .hits import Hit, find_hit
+from .hits import Hit, find_hit, find_nodes
 from .pool import CLASS_NORMAL, CLASS_SCRAP, PagePool
 from .prefix_index import EMPTY, PrefixIndex
 from .quotas import Quotas
 from .sequences import FreshKeys, Sequences
+from .waiting import WaitingRows
 
 
 class Pin(NamedTuple):
@@ -67,6 +68,10 @@ class PrefixCache:
         self._sequences = sequences
         self._drop_last = drop_last
         self._events: list[KvEvent] | None = [] if events else None
+        # A router follows the cache event by event, so then nothing waits.
+        self._waiting = WaitingRows(
+            self.index, len(sequences.registered), groups[0].base, enabled=enabled and not events
+        )
         self._draft_groups = [group.number for group in groups if group.draft_only]
         self.on_evict: Callable[[list[Evicted]], None] | None = None
         self._pins: dict[int, tuple[Int64Array, str]] = {}
@@ -79,19 +84,53 @@ class PrefixCache:
         """The longest hit of at most `max_tokens` under these keys; its blocks are referenced at once."""
         if not self.enabled:
             return Hit(0, {}, ())
-        hit = find_hit(self._groups, self.index, chain, max_tokens, self._drop_last)
+        most = max_tokens // self._groups[0].base
+        nodes = find_nodes(self._groups, self.index, chain, most)
+        while len(rows := self._waiting.found(nodes)):
+            self.catch_up(rows)
+            nodes = find_nodes(self._groups, self.index, chain, most)
+        hit = find_hit(self._groups, self.index, nodes, self._drop_last)
         if hit.num_tokens:
             # All groups pin before anything else is taken, so that no group's growth evicts another's hit.
-            self._pool.acquire(hit.all_ids())
+            self._pool.acquire(hit.all_ids(), hit.num_blocks())
         return hit
 
     # -- blocks come and go -------------------------------------------------------------------------------------------
 
-    def register(self, fresh: FreshKeys, *, without: Int64Array | None = None) -> None:
-        """Put the rows' blocks under keys that have become whole. A key that has its blocks already keeps them.
+    def begin(self, row: int, hit: Hit) -> None:
+        """A row starts from a hit."""
+        self._sequences.registered[row] = hit.num_tokens // self._groups[0].base
+        self._waiting.begin(row, int(self._sequences.registered[row]), hit.node)
+
+    def advance(self, rows: Int64Array, committed: Int64Array) -> None:
+        """Rows have so many committed tokens now; what has become whole is cached, at once or when it matters."""
+        now = self._waiting.advance(rows, committed, self._sequences.registered)
+        if len(now):
+            self.catch_up(now)
+
+    def advance_loaded(self, row: int, num_tokens: int, missing: Int64Array) -> None:
+        """A load has brought a row to so many tokens, all but the `missing` blocks of them."""
+        self._waiting.skip_to(row, num_tokens // self._groups[0].base)
+        self.catch_up(np.array([row]), without=missing)
+
+    def catch_up(self, rows: Int64Array | None = None, *, without: Int64Array | None = None) -> None:
+        """Put all whole blocks of some rows, or of all rows that wait, under their keys.
 
         `without` are blocks that hold nothing to be cached.
         """
+        if rows is None:
+            rows = self._waiting.rows()
+        if len(rows):
+            self._register(self._sequences.fresh(rows, self._waiting.whole[rows]), without)
+
+    def catch_up_before(self, rows: Int64Array, tokens: Int64Array) -> None:
+        """The rows are about to let go of blocks that lie in their first `tokens[i]` tokens."""
+        if self._waiting:
+            behind = self._sequences.registered[rows] * self._groups[0].base < tokens
+            self.catch_up(rows[behind & self._waiting.is_waiting[rows]])
+
+    def _register(self, fresh: FreshKeys, without: Int64Array | None) -> None:
+        """Put the rows' blocks under keys that have become whole. A key that has its blocks already keeps them."""
         nodes = self.index.nodes_for(fresh.keys)
         for group in self._groups:
             if group.is_state or group.is_cross:
@@ -105,6 +144,7 @@ class PrefixCache:
         # A node can stay empty: a state-only model, or tokens that never had a block.
         self.index.forget_empty(nodes)
         self.index.join_spans(fresh.rows, fresh.numbers, nodes)
+        self._waiting.registered(fresh.rows, nodes)
 
     def has_states(self, key: bytes, states: Sequence[ManagedGroup]) -> bool:
         """Whether every one of the groups has a checkpoint under the key."""
@@ -130,16 +170,30 @@ class PrefixCache:
         self.index.forget_empty(nodes)
         return added
 
-    def release(self, ids: Int64Array, classes: npt.NDArray[np.uint8], salt: str) -> None:
-        """Drop one reference of each block, first the one to be evicted first, and keep the salt's quota."""
-        self._pool.release(ids, self._adjusted(ids, classes))
+    def release(
+        self,
+        ids: Int64Array,
+        classes: npt.NDArray[np.uint8],
+        salt: str,
+        counts: Mapping[int, int] | None = None,
+    ) -> None:
+        """Drop one reference of each block, first the one to be evicted first, and keep the salt's quota.
+
+        `counts[group]` of the blocks belong to each group, where the caller knows.
+        """
+        self._pool.release(ids, self._adjusted(ids, classes), counts)
         if self.quotas:
             self._drop(self.quotas.overrun(salt, ids))
 
-    def release_dead(self, ids: Int64Array, classes: npt.NDArray[np.uint8], salts: Sequence[str]) -> None:
-        """Drop references of blocks of several rows, which may hold one and the same block; one salt per block."""
+    def release_dead(
+        self, group: ManagedGroup, ids: Int64Array, classes: npt.NDArray[np.uint8], salts: Sequence[str]
+    ) -> None:
+        """Drop references of a group's blocks of several rows, which may hold the same block; one salt per block."""
         rest, rest_classes = ids, classes
         # A block that two rows hold has two references.
+        if group.fmt.blocks_per_page == 1 and (self._pool.refs[rest] == 1).all():
+            self._pool.release_pages(group.number, rest, self._adjusted(rest, rest_classes))
+            rest = rest[:0]
         while len(rest) and self._pool.refs[rest].max() > 1:
             _, once = np.unique(rest, return_index=True)
             once.sort()

@@ -10,23 +10,22 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.kvcache import ConfigError
-from kvtide.kvcache.geometry import BlockFormat, PageGeometry, ceil_div
+from kvtide.kvcache.geometry import BlockFormat, PageGeometry
 from kvtide.kvcache.specs import Int64Array, Kind, SinkWindow
 
 from .tables import NO_BLOCK, GroupTable
 
 
 class Growth(NamedTuple):
-    """Blocks that rows will take: sink blocks first, then a gap of dead-on-arrival blocks, then the rest; per row."""
+    """Blocks that rows will take: sink blocks first, then a gap of dead-on-arrival blocks, then the rest; per row.
 
-    sinks: Int64Array
-    gaps: Int64Array
+    None where no row has any. `total` counts the logical blocks taken; each takes one block of every table.
+    """
+
     counts: Int64Array
-
-    @property
-    def total(self) -> int:
-        """Logical blocks taken; each takes one block of every table."""
-        return int(self.sinks.sum() + self.counts.sum())
+    total: int
+    sinks: Int64Array | None = None
+    gaps: Int64Array | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class ManagedGroup:
     def first_block(self, committed: Int64Array) -> Int64Array:
         """First logical block, sinks apart, that the query at position `committed` can reach."""
         first = self.fmt.group.spec.first_needed(committed + 1) // self.fmt.block_size
-        return np.maximum(first, self.table.sink_blocks)
+        return np.maximum(first, self.table.sink_blocks) if self.table.sink_blocks else first
 
     def growth(self, rows: Int64Array, upper: Int64Array, after: Int64Array | None, lookahead: int) -> Growth:
         """Blocks to take so that each row can hold `upper` tokens (image tokens for cross attention).
@@ -89,33 +88,46 @@ class ManagedGroup:
         `after` are the least committed lengths once the step is done, given when tokens dead by then need no slot.
         """
         table = self.table
-        none = np.zeros_like(rows)
         end = table.end[rows]
         if self.is_state:
-            return Growth(none, none, np.where(end == 0, 1 + lookahead, 0))
-        target = np.maximum(ceil_div(upper, self.fmt.block_size), end)
-        sinks = none
-        if table.sink_blocks:
-            sinks = np.maximum(np.minimum(target, table.sink_blocks) - end, 0)
-            end = end + sinks
-        gaps = none
-        if after is not None and self.is_bounded:
-            gaps = np.clip(self.first_block(after) - end, 0, target - end)
-        return Growth(sinks, gaps, target - end - gaps)
+            counts = np.where(end == 0, 1 + lookahead, 0)
+            return Growth(counts, int(counts.sum()))
+        counts = np.maximum((upper + (self.fmt.block_size - 1)) // self.fmt.block_size - end, 0)
+        sinks = gaps = None
+        total = int(counts.sum())
+        if table.sink_blocks and total:
+            sinks = np.clip(table.sink_blocks - end, 0, counts)
+            counts, end = counts - sinks, end + sinks
+        if after is not None and self.is_bounded and total:
+            gaps = np.clip(self.first_block(after) - end, 0, counts)
+            if gaps.any():
+                counts = counts - gaps
+                total -= int(gaps.sum())
+            else:
+                gaps = None
+        return Growth(counts, total, sinks, gaps)
 
-    def append(self, rows: Int64Array, growth: Growth, ids: Int64Array) -> None:
-        """Put taken blocks `[growth.total * tables]` at the end of the rows."""
+    def append(self, rows: Int64Array, growth: Growth, ids: Int64Array) -> Int64Array:
+        """Put taken blocks `[growth.total * tables]` at the end of the rows; returns the rows that changed."""
         ids = ids.reshape(self.fmt.tables, growth.total)
-        if self.table.sink_blocks:
+        if growth.sinks is None and growth.gaps is None:
+            grows = growth.counts.nonzero()[0]
+            rows = rows[grows]
+            self.table.append(rows, growth.counts[grows], ids)
+            return rows
+        grown = growth.counts
+        if growth.sinks is not None:
             split = int(growth.sinks.sum())
-            growing = np.flatnonzero(growth.sinks)
+            growing = growth.sinks.nonzero()[0]
             self.table.append(rows[growing], growth.sinks[growing], ids[:, :split])
-            ids = ids[:, split:]
-        if growth.gaps.any():
+            ids, grown = ids[:, split:], grown + growth.sinks
+        if growth.gaps is not None:
             self.table.skip(rows, growth.gaps)
+            grown = grown + growth.gaps
         if ids.shape[1]:
-            grows = growth.counts > 0
+            grows = growth.counts.nonzero()[0]
             self.table.append(rows[grows], growth.counts[grows], ids)
+        return rows[grown.nonzero()[0]]
 
     def slots(self, rows: Int64Array, positions: Int64Array) -> Int64Array:
         """Slot `entry * block_size + offset` of each token, `[tables, n]`; -1 where the token has no block."""
@@ -194,6 +206,7 @@ def make_groups(
             max_requests,
             width,
             sink_blocks=sinks,
+            is_compact=spec.reach is not None and not fmt.keeps_all,
             stride=stride,
             page_units=geometry.page_bytes // geometry.unit,
             unit=geometry.unit,

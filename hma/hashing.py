@@ -35,12 +35,18 @@ class Item(NamedTuple):
 
 def as_token_bytes(token_ids: npt.ArrayLike) -> bytes:
     """Token ids as little-endian int32; `ConfigError` unless they are whole numbers from 0 to 2**31 - 1."""
+    return as_tokens(token_ids).tobytes()
+
+
+def as_tokens(token_ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    """The same as an array, which may be the one given."""
     ids = _from_list(token_ids) if isinstance(token_ids, list) else np.asarray(token_ids)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ConfigError(f"token ids must be one row of whole numbers, not {ids.dtype} of shape {ids.shape}")
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN_ID):
+    if ids.size and (ids.min() < 0 or (ids.dtype != np.int32 and ids.max() > MAX_TOKEN_ID)):
         raise ConfigError(f"token ids must be from 0 to {MAX_TOKEN_ID}; found {int(ids.min())} to {int(ids.max())}")
-    return ids.astype("<i4", copy=False).tobytes()
+    tokens: npt.NDArray[np.int32] = ids.astype("<i4", copy=False)
+    return tokens
 
 
 def _from_list(token_ids: list[Any]) -> npt.NDArray[Any]:
@@ -110,8 +116,9 @@ class KeyChain:
         if self._is_hashed:
             return
         self._is_hashed = True
-        size, prompt, start = SPAN * self._block_bytes, self._prompt, 0
-        while not self._pending and start + size <= min(most * self._block_bytes, len(prompt)):
+        size, prompt, start = SPAN * self._block_bytes, memoryview(self._prompt), 0
+        end = min(most * self._block_bytes, len(prompt))
+        while not self._pending and start + size <= end:
             ahead = self._digest.copy()
             ahead.update(prompt[start : start + size])
             key = ahead.digest()
@@ -124,7 +131,7 @@ class KeyChain:
             self._prompt = b""
         self.extend(prompt[start:])
 
-    def extend(self, tokens: bytes) -> None:
+    def extend(self, tokens: bytes | memoryview) -> None:
         """Add the whole blocks of `tokens` (bytes of int32; a partial block at the end is left out)."""
         size = self._block_bytes
         start = 0
@@ -137,7 +144,7 @@ class KeyChain:
             update(tokens[begin : begin + size])
             append(digest())
 
-    def add_block(self, tokens: bytes) -> None:
+    def add_block(self, tokens: bytes | memoryview) -> None:
         """Add one block, and the items that start in it."""
         digest, pending = self._digest, self._pending
         while pending and pending[0].position * 4 < (len(self._keys) + 1) * self._block_bytes:

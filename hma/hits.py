@@ -36,13 +36,18 @@ class Hit(NamedTuple):
     """A hit of `num_tokens`; `limited_by` names the groups that could not serve the next longer length.
 
     `junction` is where this prompt parts from what was computed before: the longest length that the groups which keep
-    everything could serve. Others may part there too.
+    everything could serve. Others may part there too. `node` is that of the hit's last key, -1 without a hit.
     """
 
     num_tokens: int
     blocks: dict[int, GroupHit]
     limited_by: tuple[str, ...]
     junction: int = 0
+    node: int = -1
+
+    def num_blocks(self) -> dict[int, int]:
+        """Blocks of the hit by group."""
+        return {number: part.ids.size for number, part in self.blocks.items()}
 
     def all_ids(self) -> Int64Array:
         """Ids of all blocks of the hit."""
@@ -57,25 +62,29 @@ class Hit(NamedTuple):
         return ordered
 
 
-def find_hit(
-    groups: Sequence[ManagedGroup], index: PrefixIndex, chain: KeyChain, max_tokens: int, drop_last: bool
-) -> Hit:
-    """The longest hit of at most `max_tokens`.
+def find_nodes(groups: Sequence[ManagedGroup], index: PrefixIndex, chain: KeyChain, most: int) -> Int64Array:
+    """Nodes of the first `most` keys of a chain as far as they matter for a hit, -1 for those not known."""
+    # The smallest block of the groups that keep everything is the base, so without one key they serve nothing more.
+    if any(group.cells_per_key and not (group.is_bounded or group.is_state) for group in groups):
+        return index.find_run(chain, most)
+    return index.find(chain.between(0, most))
+
+
+def find_hit(groups: Sequence[ManagedGroup], index: PrefixIndex, nodes: Int64Array, drop_last: bool) -> Hit:
+    """The longest hit over the nodes of a chain's keys.
 
     `drop_last` gives up the last base block that all groups agree on, for drafters that must recompute it.
     """
     cacheable = [group for group in groups if group.cells_per_key]
-    base = cacheable[0].base if cacheable else 1
-    keeping = [group for group in cacheable if not (group.is_bounded or group.is_state)]
-    # The smallest block of the groups that keep everything is the base, so without one key they serve nothing more.
-    most = max_tokens // base
-    nodes = index.find_run(chain, most) if keeping else index.find(chain.between(0, most))
-    if not len(nodes):
+    if not len(nodes) or not cacheable:
         return Hit(0, {}, ())
+    base = cacheable[0].base
+    keeping = [group for group in cacheable if not (group.is_bounded or group.is_state)]
     if nodes.max() < 0:
         return Hit(0, {}, tuple(group.name for group in cacheable))
     lengths = np.arange(1, len(nodes) + 1) * base
-    ids = {group.number: _ids_by_block(group, index, nodes) for group in cacheable}
+    cells = index.all_cells(nodes)
+    ids = {group.number: _ids_by_block(group, cells[group.number]) for group in cacheable}
     serves = {group.number: servable(group, ids[group.number], lengths) for group in cacheable}
     common = np.logical_and.reduce(list(serves.values()))
     agreed = np.flatnonzero(common)
@@ -89,15 +98,13 @@ def find_hit(
     if best < 0:
         return Hit(0, {}, limited, junction)
     length = int(lengths[best])
-    return Hit(
-        length, {group.number: _blocks(group, ids[group.number], length) for group in cacheable}, limited, junction
-    )
+    blocks = {group.number: _blocks(group, ids[group.number], length) for group in cacheable}
+    return Hit(length, blocks, limited, junction, int(nodes[best]))
 
 
-def _ids_by_block(group: ManagedGroup, index: PrefixIndex, nodes: Int64Array) -> Int64Array:
-    """Cached ids `[logical blocks, tables]` (per key for states), -1 where not cached."""
-    cells = index.cells(group.number, nodes[group.keys_per_block - 1 :: group.keys_per_block])
-    return cells.reshape(-1, group.fmt.tables)
+def _ids_by_block(group: ManagedGroup, cells: Int64Array) -> Int64Array:
+    """Cached ids `[logical blocks, tables]` (per key for states), -1 where not cached, of a group's cells by key."""
+    return cells[group.keys_per_block - 1 :: group.keys_per_block].reshape(-1, group.fmt.tables)
 
 
 def servable(group: ManagedGroup, ids: Int64Array, lengths: Int64Array) -> npt.NDArray[np.bool_]:

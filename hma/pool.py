@@ -13,7 +13,7 @@ The pool knows nothing of sequences or keys; it tells `on_evict` which cached bl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
 from typing import NamedTuple
 
@@ -128,7 +128,8 @@ class PagePool:
     def _take(self, group: int, count: int, max_pages: int) -> Int64Array:
         if not count:
             return np.empty(0, dtype=np.int64)
-        ids = self._slots[group].pop(count)
+        single = self.per_page[group] == 1
+        ids = np.empty(0, dtype=np.int64) if single else self._slots[group].pop(count)
         limit = self._num_active + max_pages
         while missing := count - len(ids):
             wanted = min(-(-missing // self.per_page[group]), limit - self._num_active)
@@ -137,45 +138,69 @@ class PagePool:
                 fresh = self._evict(group, missing, wanted)
             ids = np.concatenate([ids, fresh[:missing]]) if len(ids) else fresh[:missing]
             if len(fresh) > missing:
-                self._push_free(fresh[missing:])
+                self._push_slots(group, fresh[missing:])
         self.refs[ids] = 1
-        np.add.at(self.page_refs, ids // self.stride, ONE)
+        if single:
+            self.page_refs[ids // self.stride] = 1
+        else:
+            np.add.at(self.page_refs, ids // self.stride, ONE)
         self.referenced[group] += count
         return ids
 
-    def acquire(self, ids: Int64Array) -> None:
-        """Add a reference to each cached block (a hit). Ids are unique within the call."""
+    def acquire(self, ids: Int64Array, counts: Mapping[int, int] | None = None) -> None:
+        """Add a reference to each cached block (a hit). Ids are unique in a call, `counts[group]` of each group."""
         refs = self.refs[ids]
         self.refs[ids] = refs + ONE
-        idle = ids[refs == 0]
+        idle = ids
+        if refs.any():
+            idle, counts = ids[refs == 0], None
         if not len(idle):
             return
         pages = idle // self.stride
-        for group, count in self._by_group(pages):
+        for group, count in self._by_group(pages) if counts is None else counts.items():
             self.referenced[group] += count
         woken = pages[self.page_refs[pages] == 0]
         np.add.at(self.page_refs, pages, ONE)
         if len(woken):
             self._activate(woken[self._is_last(woken)])
 
-    def release(self, ids: Int64Array, classes: int | npt.NDArray[np.uint8]) -> None:
+    def release(
+        self, ids: Int64Array, classes: int | npt.NDArray[np.uint8], counts: Mapping[int, int] | None = None
+    ) -> None:
         """Drop one reference of each block, first the one to be evicted first. Ids are unique within the call.
 
         Cached blocks without a reference become evictable with the given class; the others are free. Blocks of several
-        groups may be mixed: their order holds across groups.
+        groups, `counts[group]` of each, may be mixed: their order holds across groups.
         """
         np.subtract.at(self.refs, ids, ONE)
         refs = self.refs[ids]
-        if refs.min(initial=0) < 0:
-            np.add.at(self.refs, ids, ONE)
-            raise KvtideError(f"block {int(ids[refs < 0][0])} has no reference left to release")
         if refs.any():
-            idle = refs == 0
+            if refs.min() < 0:
+                np.add.at(self.refs, ids, ONE)
+                raise KvtideError(f"block {int(ids[refs < 0][0])} has no reference left to release")
+            idle, counts = refs == 0, None
             ids = ids[idle]
             classes = classes if isinstance(classes, int) else classes[idle]
         if len(ids):
             self._class[ids] = classes
-            self._let_go(ids)
+            self._let_go(ids, counts)
+
+    def release_pages(self, group: int, ids: Int64Array, classes: npt.NDArray[np.uint8]) -> None:
+        """`release` for blocks of one group that fill a page each and have one reference: windows slide like that."""
+        pages = ids // self.stride
+        if not (self.refs[ids] == 1).all() or not self._is_last(pages).all():
+            raise KvtideError("blocks that fill a page each are not all different, or do not have one reference each")
+        self.refs[ids] = 0
+        self.page_refs[pages] = 0
+        self._class[ids] = classes
+        self.referenced[group] -= len(ids)
+        self.active_pages[group] -= len(ids)
+        self._num_active -= len(ids)
+        has_content = self.cached[ids]
+        if not has_content.all():
+            self._return_empty(pages[~has_content])
+            pages, classes = pages[has_content], classes[has_content]
+        self._push_pages(pages, classes)
 
     def classes(self, ids: Int64Array) -> npt.NDArray[np.uint8]:
         """The classes that evictable blocks were released with."""
@@ -219,10 +244,10 @@ class PagePool:
 
     # -- state changes ------------------------------------------------------------------------------------------------
 
-    def _let_go(self, ids: Int64Array) -> None:
-        """Blocks whose last reference has gone, in eviction order."""
+    def _let_go(self, ids: Int64Array, counts: Mapping[int, int] | None) -> None:
+        """Blocks whose last reference has gone, in eviction order; `counts[group]` of each group."""
         pages = ids // self.stride
-        for group, count in self._by_group(pages):
+        for group, count in self._by_group(pages) if counts is None else counts.items():
             self.referenced[group] -= count
         np.subtract.at(self.page_refs, pages, ONE)
         rests = self.page_refs[pages] == 0
@@ -247,14 +272,17 @@ class PagePool:
         full = pages[has_content]
         if len(full) < len(pages):
             self._return_empty(pages[~has_content])
-        if not len(full):
+        self._push_pages(full, self._highest_class(full))
+
+    def _push_pages(self, pages: Int64Array, classes: npt.NDArray[np.uint8]) -> None:
+        """Inactive pages with content can be had, by class in this order."""
+        if not len(pages):
             return
-        page_class = self._highest_class(full)
-        self._page_class[full] = page_class
-        stamps = self._next_stamps(len(full))
-        self._page_stamp[full] = stamps
-        for number, chosen in _by_value(page_class):
-            self._pages[number].push(full[chosen], stamps[chosen])
+        self._page_class[pages] = classes
+        stamps = self._next_stamps(len(pages))
+        self._page_stamp[pages] = stamps
+        for number, chosen in _by_value(classes):
+            self._pages[number].push(pages[chosen], stamps[chosen])
 
     def _activate(self, pages: Int64Array) -> None:
         """Pages that were inactive and have a reference again: their other blocks can be taken one by one."""
@@ -272,7 +300,7 @@ class PagePool:
 
     def _highest_class(self, pages: Int64Array) -> npt.NDArray[np.uint8]:
         """The highest class of each page's cached blocks."""
-        if self._single_blocks(pages):
+        if not len(pages) or self._single_blocks(pages):
             return self._class[pages * self.stride]
         classes = self._class.reshape(-1, self.stride)[pages] * self.cached.reshape(-1, self.stride)[pages]
         # Along the long axis: reducing many short rows is slow.
@@ -310,12 +338,13 @@ class PagePool:
     def _claim_free_pages(self, group: int, wanted: int) -> Int64Array:
         """Blocks of up to `wanted` free pages, which now belong to the group."""
         reused = min(wanted, self._num_returned)
-        self._num_returned -= reused
-        pages = self._returned[self._num_returned : self._num_returned + reused][::-1]
         fresh = min(wanted - reused, self.num_pages - self._fresh)
-        if fresh:
-            pages = np.concatenate([pages, np.arange(self._fresh, self._fresh + fresh)])
-            self._fresh += fresh
+        pages = np.arange(self._fresh, self._fresh + fresh)
+        self._fresh += fresh
+        if reused:
+            self._num_returned -= reused
+            returned = self._returned[self._num_returned : self._num_returned + reused][::-1]
+            pages = np.concatenate([returned, pages]) if fresh else returned
         return self._own(group, pages)
 
     def _own(self, group: int, pages: Int64Array) -> Int64Array:
@@ -363,12 +392,14 @@ class PagePool:
     # -- queues -------------------------------------------------------------------------------------------------------
 
     def _push_free(self, ids: Int64Array) -> None:
-        if not len(ids):
-            return
+        if len(ids):
+            for group, chosen in _by_value(self.owner[ids // self.stride]):
+                self._push_slots(group, ids[chosen])
+
+    def _push_slots(self, group: int, ids: Int64Array) -> None:
         stamps = self._next_stamps(len(ids))
         self._stamp[ids] = stamps
-        for group, chosen in _by_value(self.owner[ids // self.stride]):
-            self._slots[group].push(ids[chosen], stamps[chosen])
+        self._slots[group].push(ids, stamps)
 
     def _push_evictable(self, ids: Int64Array) -> None:
         if not len(ids):

@@ -12,7 +12,7 @@ its keys, so only that one has to be hashed. Where it is not known the keys are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,9 @@ class PrefixIndex:
         self._spans: dict[bytes, bytes] = {}
         self._birth = np.zeros(self._capacity, dtype=np.int64)
         self._births = 0
+        # Nodes that somebody wants to know of when they are found or forgotten; whether one has been forgotten.
+        self.watched = np.zeros(self._capacity, dtype=np.bool_)
+        self.lost_watched = False
         self._keys: list[bytes] = []
         self._recycled: list[int] = []
         self._offsets = [0, *accumulate(cells_per_node)]
@@ -50,6 +53,11 @@ class PrefixIndex:
     def __len__(self) -> int:
         """Keys with at least one cached block."""
         return len(self._nodes)
+
+    def births(self, nodes: Int64Array) -> Int64Array:
+        """A number per node that no other node has or had; 0 when it has been forgotten."""
+        births: Int64Array = self._birth[nodes]
+        return births
 
     def find(self, keys: Sequence[bytes]) -> Int64Array:
         """Node per key, -1 where a key is not known."""
@@ -93,6 +101,14 @@ class PrefixIndex:
             cells[nodes < 0] = EMPTY
         return cells
 
+    def all_cells(self, nodes: Int64Array) -> list[Int64Array]:
+        """`cells` of every group at once, which is cheaper for many nodes."""
+        cells = self._cells.reshape(-1, self._width).take(nodes, axis=0).astype(np.int64)
+        cells -= 1
+        if nodes.min(initial=0) < 0:
+            cells[nodes < 0] = EMPTY
+        return [cells[:, begin:end] for begin, end in pairwise(self._offsets)]
+
     def _positions(self, group: int, nodes: Int64Array) -> Int64Array:
         """Where a group's cells `[len(nodes), width]` of some nodes stand."""
         positions: Int64Array = (nodes * self._width)[:, None] + np.arange(*self._offsets[group : group + 2])
@@ -100,21 +116,28 @@ class PrefixIndex:
 
     def nodes_for(self, keys: Sequence[bytes]) -> Int64Array:
         """Node per key; unknown keys get one."""
-        table = self._nodes
-        unknown = [key for key in dict.fromkeys(keys) if key not in table]
-        if unknown:
-            again = min(len(self._recycled), len(unknown))
-            born = [self._recycled.pop() for _ in range(again)]
-            for node, key in zip(born, unknown, strict=False):
+        nodes = self.find(keys)
+        unknown = (nodes == EMPTY).nonzero()[0]
+        if not len(unknown):
+            return nodes
+        fresh = list(dict.fromkeys(keys if len(unknown) == len(keys) else [keys[i] for i in unknown.tolist()]))
+        again = min(len(self._recycled), len(fresh))
+        born = np.arange(len(self._keys) - again, len(self._keys) - again + len(fresh))
+        if again:
+            born[:again] = self._recycled[-again:]
+            del self._recycled[-again:]
+            for node, key in zip(born[:again].tolist(), fresh, strict=False):
                 self._keys[node] = key
-            born += range(len(self._keys), len(self._keys) + len(unknown) - again)
-            self._keys += unknown[again:]
-            table.update(zip(unknown, born, strict=True))
-            if len(self._keys) > self._capacity:
-                self._grow(len(self._keys))
-            self._birth[born] = np.arange(self._births, self._births + len(born)) + 1
-            self._births += len(born)
-        return np.array([table[key] for key in keys], dtype=np.int64)
+        self._keys += fresh[again:]
+        self._nodes.update(zip(fresh, born.tolist(), strict=True))
+        if len(self._keys) > self._capacity:
+            self._grow(len(self._keys))
+        self._birth[born] = np.arange(self._births, self._births + len(born)) + 1
+        self._births += len(born)
+        if len(fresh) == len(unknown):
+            nodes[unknown] = born
+            return nodes
+        return self.find(keys)
 
     def insert(self, group: int, nodes: Int64Array, cells: Int64Array) -> Int64Array:
         """Put blocks `[len(nodes), width]` into empty cells, none where -1 stands; returns the ids that were put.
@@ -164,6 +187,9 @@ class PrefixIndex:
         if not len(empty):
             return
         self._birth[empty] = 0
+        if self.watched[empty].any():
+            self.watched[empty] = False
+            self.lost_watched = True
         for node in set(empty.tolist()):
             key = self._keys[node]
             if self._nodes.pop(key, None) is not None:
@@ -183,6 +209,7 @@ class PrefixIndex:
         capacity = max(needed, 2 * self._capacity)
         self._cells = _grown(self._cells, capacity * self._width)
         self._filled, self._birth = _grown(self._filled, capacity), _grown(self._birth, capacity)
+        self.watched = _grown(self.watched, capacity)
         self._capacity = capacity
 
     def check(self, cached: Int64Array) -> None:

@@ -1,7 +1,8 @@
-"""What is known of every row's tokens: its chain of keys, its last partial block, and what is cached already.
+"""What is known of every row's tokens: its chain of keys, the tokens not hashed yet, and what is cached already.
 
-Tokens become known at admission (the prompt) and at commit (what was generated). Their keys are ready as soon as a base
-block is whole; blocks are put under them (`register`) only once the tokens are committed.
+Tokens become known at admission (the prompt) and at commit (what was generated). What was generated is hashed many
+blocks at a time, at the latest when somebody asks for the row's keys; blocks are put under keys (`fresh`) only once
+their tokens are committed.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from kvtide.kvcache.specs import Int64Array
 from .hashing import Item, KeyChain
 from .tables import ranges
 
+# Generated tokens of a row that wait to be hashed together, at most; a whole number of blocks of them.
+HASH_AHEAD = 512
+
 
 class FreshKeys(NamedTuple):
-    """Base blocks that have become whole: row, number of the block in its row, and key of each."""
+    """Base blocks that are whole and not cached yet: row, number of the block in its row, and key of each."""
 
     rows: Int64Array
     numbers: Int64Array
@@ -26,13 +30,19 @@ class FreshKeys(NamedTuple):
 
 
 class Sequences:
-    """Arrays by row. `base` is the tokens per key; `keep_tokens` keeps all token ids, for events."""
+    """Arrays by row. `base` is the tokens per key; `keep_tokens` keeps all token ids, for events.
+
+    `registered` counts the base blocks that were offered to the cache.
+    """
 
     def __init__(self, max_requests: int, base: int, *, keep_tokens: bool) -> None:
         self._base = base
         self._chains: list[KeyChain | None] = [None] * max_requests
         self._tokens: list[bytearray] | None = [bytearray() for _ in range(max_requests)] if keep_tokens else None
-        self._tail = np.zeros((max_requests, base), dtype="<i4")
+        # The tokens from `_hashed[row]`, a whole number of blocks, on.
+        self._room = max(HASH_AHEAD // base, 1) * base
+        self._tail = np.empty((max_requests, self._room), dtype="<i4")
+        self._hashed = np.zeros(max_requests, dtype=np.int64)
         self.known = np.zeros(max_requests, dtype=np.int64)
         self.prompt = np.zeros(max_requests, dtype=np.int64)
         self.registered = np.zeros(max_requests, dtype=np.int64)
@@ -42,7 +52,8 @@ class Sequences:
         self._chains[row] = KeyChain(self._base, space, tokens if hashed else b"", items)
         count = len(tokens) // 4
         rest = count % self._base
-        self._tail[row, :rest] = np.frombuffer(tokens[len(tokens) - 4 * rest :], dtype="<i4")
+        self._tail[row, :rest] = np.frombuffer(tokens, dtype="<i4", offset=len(tokens) - 4 * rest)
+        self._hashed[row] = count - rest
         self.known[row] = self.prompt[row] = count
         if self._tokens is not None:
             self._tokens[row] = bytearray(tokens)
@@ -54,10 +65,23 @@ class Sequences:
             self._tokens[row] = bytearray()
 
     def chain(self, row: int) -> KeyChain:
-        """The row's keys."""
+        """The row's keys, of all its whole blocks."""
+        waiting = int(self.known[row] - self._hashed[row])
+        if waiting >= self._base:
+            self._hash(row, self._tail[row, :waiting].copy())
         chain = self._chains[row]
         assert chain is not None
         return chain
+
+    def _hash(self, row: int, tokens: npt.NDArray[np.int32]) -> None:
+        """Hash the whole blocks of the tokens from `_hashed[row]` on, and keep the rest."""
+        rest = len(tokens) % self._base
+        whole = len(tokens) - rest
+        chain = self._chains[row]
+        assert chain is not None
+        chain.extend(tokens[:whole].tobytes())
+        self._hashed[row] += whole
+        self._tail[row, :rest] = tokens[whole:]
 
     def token_ids(self, row: int, number: int) -> tuple[int, ...]:
         """Token ids of one base block; needs `keep_tokens`."""
@@ -73,51 +97,32 @@ class Sequences:
     def learn(self, rows: Int64Array, counts: Int64Array, ids: npt.NDArray[np.int32]) -> None:
         """Append `counts[i]` tokens to each row; `ids` holds them row by row."""
         known = self.known[rows]
-        filled = known % self._base
-        if len(ids) == len(rows) and counts.min() == 1:
-            owners, places = np.arange(len(rows)), filled  # one token each, as in most decode steps
-        else:
-            owners = np.repeat(np.arange(len(rows)), counts)
-            places = filled[owners] + ranges(counts)
-        inside = places < self._base
-        self._tail[rows[owners[inside]], places[inside]] = ids[inside]
+        places = known - self._hashed[rows]
         self.known[rows] = known + counts
-
-        end = filled + counts
-        whole = rows[end >= self._base]
-        blocks = self._tail[whole].tobytes()
-        size = 4 * self._base
-        start = 0
-        chains = self._chains
-        for row in whole.tolist():
-            chains[row].add_block(blocks[start : start + size])
-            start += size
-        if end.max() <= self._base and self._tokens is None:
+        if self._tokens is None and len(ids) == len(rows) and counts.min() == 1:
+            self._tail[rows, places] = ids  # one token each, as in most decode steps
+            for row in rows[places == self._room - 1].tolist():
+                self._hash(row, self._tail[row].copy())
             return
-        ends = np.cumsum(counts)
-        for i in np.flatnonzero(end > self._base).tolist():
-            row = int(rows[i])
-            more = ids[ends[i] - counts[i] + self._base - filled[i] : ends[i]]
-            self.chain(row).extend(more.tobytes())
-            rest = len(more) % self._base
-            self._tail[row, :rest] = more[len(more) - rest :]
+        stops = np.cumsum(counts)
+        fits = places + counts < self._room
+        for i in np.flatnonzero(~fits).tolist():
+            row, new = int(rows[i]), ids[stops[i] - counts[i] : stops[i]]
+            self._hash(row, np.concatenate([self._tail[row, : places[i]], new]))
+        fitting = np.repeat(fits, counts)
+        owners = np.repeat(rows, counts)[fitting]
+        self._tail[owners, (np.repeat(places, counts) + ranges(counts))[fitting]] = ids[fitting]
         if self._tokens is not None:
             for i, row in enumerate(rows.tolist()):
-                self._tokens[row] += ids[ends[i] - counts[i] : ends[i]].tobytes()
+                self._tokens[row] += ids[stops[i] - counts[i] : stops[i]].tobytes()
 
-    def register(self, rows: Int64Array, committed: Int64Array) -> FreshKeys | None:
-        """The base blocks that `committed[i]` tokens have made whole since the last call; None when there are none."""
-        whole = committed // self._base
-        fresh = np.flatnonzero(whole > self.registered[rows])
-        if not len(fresh):
-            return None
-        rows, whole = rows[fresh], whole[fresh]
+    def fresh(self, rows: Int64Array, whole: Int64Array) -> FreshKeys:
+        """The base blocks before number `whole[i]` that have not been offered to the cache; now they count as such."""
         before = self.registered[rows]
         self.registered[rows] = whole
         keys: list[bytes] = []
-        chains = self._chains
         for row, begin, end in zip(rows.tolist(), before.tolist(), whole.tolist(), strict=True):
-            keys += chains[row].between(begin, end)
+            keys += self.chain(row).between(begin, end)
         if len(keys) == len(rows):
             return FreshKeys(rows, before, keys)
         counts = whole - before

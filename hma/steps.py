@@ -20,22 +20,27 @@ MAX_DRAFTS = 128
 
 
 class Step(NamedTuple):
-    """One reservation; `generation` tells whether a row still holds the request that it held then."""
+    """One reservation; `generation` tells whether a row still holds the request that it held then.
+
+    `changes` is the queue's count of rows that came or went. `num_drafts` and `has_gap` are None where there are none.
+    """
 
     number: int
+    changes: int
     rows: Int64Array
     generation: Int64Array
     num_tokens: Int64Array
-    num_drafts: Int64Array
-    has_gap: npt.NDArray[np.bool_]
+    num_drafts: Int64Array | None
+    has_gap: npt.NDArray[np.bool_] | None
 
 
 class Parting(NamedTuple):
-    """Blocks to release, in eviction order, with their eviction classes."""
+    """Blocks to release, in eviction order, with their eviction classes; `counts[group]` of each group."""
 
     ids: Int64Array
     classes: npt.NDArray[np.uint8]
     salt: str
+    counts: dict[int, int] | None = None
 
 
 class StepQueue:
@@ -46,6 +51,9 @@ class StepQueue:
         self._steps: deque[Step] = deque()
         self._next_number = 0
         self._waiting: deque[tuple[int, Parting]] = deque()
+        # Most steps run the rows of the step before; those need no second look while no row has come or gone.
+        self._changes = 0
+        self._checked: tuple[int, Int64Array] = (-1, np.empty(0, dtype=np.int64))
         self.running = np.zeros(max_requests, dtype=np.bool_)
         self.generation = np.zeros(max_requests, dtype=np.int64)
         self.in_flight = np.zeros(max_requests, dtype=np.int64)
@@ -53,6 +61,7 @@ class StepQueue:
 
     def start(self, row: int) -> None:
         """A row begins to run, as a new request or a resumed one."""
+        self._changes += 1
         self.running[row] = True
         self.generation[row] += 1
         self.in_flight[row] = self.drafts_in_flight[row] = 0
@@ -63,40 +72,62 @@ class StepQueue:
         if busy:
             last = max(step.number for step in self._steps if (step.rows == row).any())
             self._waiting.append((last, parting))
+        self._changes += 1
         self.running[row] = False
         self.in_flight[row] = self.drafts_in_flight[row] = 0
         return not busy
 
-    def check_reserve(self, rows: Int64Array, tokens: Int64Array, drafts: Int64Array, most_tokens: int) -> None:
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step is in flight."""
+        return not self._steps
+
+    def check_reserve(self, rows: Int64Array, tokens: Int64Array, drafts: Int64Array | None, most_tokens: int) -> None:
         """`KvtideError` unless these rows can take a step of these tokens now."""
-        if rows.ndim != 1 or tokens.shape != rows.shape or drafts.shape != rows.shape:
-            raise KvtideError(
-                "rows, num_tokens and num_drafts must be equally long, not "
-                f"{rows.shape}, {tokens.shape}, {drafts.shape}"
-            )
+        if rows.ndim != 1 or tokens.shape != rows.shape or (drafts is not None and drafts.shape != rows.shape):
+            shapes = ", ".join(str(part.shape) for part in (rows, tokens, rows if drafts is None else drafts))
+            raise KvtideError(f"rows, num_tokens and num_drafts must be equally long, not {shapes}")
         if len(self._steps) >= self._max_in_flight:
             raise KvtideError(f"{len(self._steps)} steps are in flight; commit one first (max_steps_in_flight)")
         if not len(rows):
             return
+        changes, checked = self._checked
+        if changes != self._changes or len(rows) != len(checked) or (rows != checked).any():
+            self._check_rows(rows)
+        if tokens.min() < 1 or tokens.max() > most_tokens:
+            raise KvtideError(
+                f"num_tokens must be from 1 to max_step_tokens {most_tokens}, not {tokens.min()} to {tokens.max()}"
+            )
+        if drafts is None:
+            return
+        if drafts.min() < 0 or (drafts >= tokens).any() or drafts.max() > MAX_DRAFTS:
+            raise KvtideError(f"num_drafts must be from 0 to num_tokens - 1, and at most {MAX_DRAFTS}")
+
+    def _check_rows(self, rows: Int64Array) -> None:
         if rows.min() < 0 or rows.max() >= len(self.running) or not self.running[rows].all():
             wrong = next(row for row in rows.tolist() if not (0 <= row < len(self.running) and self.running[row]))
             raise KvtideError(f"row {wrong} is not running; admit or resume it first")
         if np.bincount(rows).max() > 1:
             raise KvtideError("a row occurs twice in one step")
-        if tokens.min() < 1 or tokens.max() > most_tokens:
-            raise KvtideError(
-                f"num_tokens must be from 1 to max_step_tokens {most_tokens}, not {tokens.min()} to {tokens.max()}"
-            )
-        if drafts.min() < 0 or (drafts >= tokens).any() or drafts.max() > MAX_DRAFTS:
-            raise KvtideError(f"num_drafts must be from 0 to num_tokens - 1, and at most {MAX_DRAFTS}")
 
-    def push(self, rows: Int64Array, tokens: Int64Array, drafts: Int64Array, has_gap: npt.NDArray[np.bool_]) -> int:
+    def push(
+        self,
+        rows: Int64Array,
+        tokens: Int64Array,
+        drafts: Int64Array | None,
+        has_gap: npt.NDArray[np.bool_] | None,
+    ) -> int:
         """Append a step; returns its number."""
         number = self._next_number
         self._next_number += 1
-        self._steps.append(Step(number, rows, self.generation[rows], tokens, drafts, has_gap))
-        self.in_flight[rows] += tokens
-        self.drafts_in_flight[rows] += drafts
+        if self._steps:
+            self.in_flight[rows] += tokens
+        else:
+            self.in_flight[rows] = tokens
+        if drafts is not None:
+            self.drafts_in_flight[rows] += drafts
+        self._checked = (self._changes, rows)
+        self._steps.append(Step(number, self._changes, rows, self.generation[rows], tokens, drafts, has_gap))
         return number
 
     def oldest(self, rows: Int64Array, accepted: Int64Array) -> Step:
@@ -104,21 +135,29 @@ class StepQueue:
         if not self._steps:
             raise KvtideError("no step is in flight; reserve one first")
         step = self._steps[0]
-        alive = (step.generation == self.generation[step.rows]) & self.running[step.rows]
-        if not alive.all():
-            step = Step(step.number, *(part[alive] for part in step[1:]))
-        if not np.array_equal(rows, step.rows):
+        if step.changes != self._changes:
+            alive = (step.generation == self.generation[step.rows]) & self.running[step.rows]
+            parts = (None if part is None else part[alive] for part in step[2:])
+            step = Step(step.number, step.changes, *parts)  # type: ignore[arg-type]
+        if rows.shape != step.rows.shape or (rows != step.rows).any():
             raise KvtideError(
                 f"commit got rows {_some(rows)}; step {step.number} runs rows {_some(step.rows)}, in that order"
             )
         if accepted.shape != rows.shape:
             raise KvtideError(f"num_accepted has shape {accepted.shape}; step {step.number} has {len(rows)} rows")
         # Once tokens have got no slot, no row may fall back behind what was sure to be committed: all but the drafts.
-        gap = step.has_gap
+        gap = None if step.has_gap is None else step.has_gap
         for later in self._steps:
-            if later.has_gap.any():
-                gap = gap | np.isin(rows, later.rows[later.has_gap & (later.generation == self.generation[later.rows])])
-        wrong = (accepted < 0) | (accepted > step.num_tokens) | gap & (accepted < step.num_tokens - step.num_drafts)
+            if later.has_gap is not None:
+                same = later.generation == self.generation[later.rows]
+                behind = np.isin(rows, later.rows[later.has_gap & same])
+                gap = behind if gap is None else gap | behind
+        if accepted.min(initial=0) >= 0 and gap is None and (accepted <= step.num_tokens).all():
+            return step
+        if gap is None:
+            gap = np.zeros(len(rows), dtype=np.bool_)
+        sure = step.num_tokens if step.num_drafts is None else step.num_tokens - step.num_drafts
+        wrong = (accepted < 0) | (accepted > step.num_tokens) | gap & (accepted < sure)
         if wrong.any():
             at = int(wrong.argmax())
             reason = "; tokens that are no drafts cannot be rejected once some had no slot" if gap[at] else ""
@@ -130,8 +169,12 @@ class StepQueue:
     def retire(self, step: Step) -> list[Parting]:
         """The oldest step is done; returns the blocks that waited for it."""
         self._steps.popleft()
-        self.in_flight[step.rows] -= step.num_tokens
-        self.drafts_in_flight[step.rows] -= step.num_drafts
+        if self._steps:
+            self.in_flight[step.rows] -= step.num_tokens
+        else:
+            self.in_flight[step.rows] = 0
+        if step.num_drafts is not None:
+            self.drafts_in_flight[step.rows] -= step.num_drafts
         ready = []
         while self._waiting and self._waiting[0][0] <= step.number:
             ready.append(self._waiting.popleft()[1])

@@ -30,6 +30,7 @@ class GroupTable:
         width: int,
         *,
         sink_blocks: int,
+        is_compact: bool,
         stride: int,
         page_units: int,
         unit: int,
@@ -38,6 +39,7 @@ class GroupTable:
         self.fmt = fmt
         self.sink_blocks = sink_blocks
         self.width = width
+        self._is_compact = is_compact
         self._stride = stride
         self._page_units = page_units
         self._block_units = fmt.block_bytes // unit
@@ -66,6 +68,8 @@ class GroupTable:
 
     def columns(self, rows: Int64Array, logical: Int64Array) -> Int64Array:
         """Columns of logical blocks that the rows hold."""
+        if not self._is_compact:
+            return logical
         columns: Int64Array = logical - self.first[rows]
         if self.sink_blocks:
             columns = np.where(logical < self.sink_blocks, logical, columns + self.sink_blocks)
@@ -107,25 +111,31 @@ class GroupTable:
         """
         first = self.first[rows]
         steps = new_first - first
+        left = self.sink_blocks
+        held = self.end[rows] - new_first
+        self.first[rows] = new_first
         if steps.max() == 1:
-            owners, offsets, logical = rows, np.zeros_like(rows), first
+            owners, logical = rows, first  # one block each, as in most decode steps
+            gone = self.entries[:, rows, left]
+            self._shift(rows, 1, int(held.max()))
         else:
             owners = np.repeat(rows, steps)
             offsets = ranges(steps)
             logical = np.repeat(first, steps) + offsets
-        left = self.sink_blocks
-        gone = self.entries[:, owners, left + offsets]
-        held = self.end[rows] - new_first
-        for step in np.flatnonzero(np.bincount(steps)).tolist():
-            same = steps == step
-            some = rows[same]
-            last = int(held[same].max())
-            self.entries[:, some, left : left + last] = self.entries[:, some, left + step : left + step + last]
-        self.first[rows] = new_first
+            gone = self.entries[:, owners, left + offsets]
+            for step in np.flatnonzero(np.bincount(steps)).tolist():
+                same = steps == step
+                self._shift(rows[same], step, int(held[same].max()))
         taken = gone[0] != NO_BLOCK
         if not taken.all():
             owners, logical, gone = owners[taken], logical[taken], gone[:, taken]
         return owners, logical, self.to_ids(gone)
+
+    def _shift(self, rows: Int64Array, step: int, count: int) -> None:
+        """Move `count` entries of each row `step` columns to the left, up to the sinks."""
+        left = self.sink_blocks
+        for plane in self.entries:
+            plane[rows, left : left + count] = plane[rows, left + step : left + step + count]
 
     def clear(self, row: int) -> tuple[Int64Array, Int64Array]:
         """Empty a row. Returns logical numbers, last first, and ids `[tables, n]` of the blocks it held."""

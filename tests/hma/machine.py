@@ -249,6 +249,11 @@ class ManagerMachine(RuleBasedStateMachine):
         names = [name for name in self.running() if self.can_look_again(name)]
         self.engine.look_again(names[index % len(names)])
 
+    @precondition(lambda self: self.running())
+    @rule()
+    def catch_up(self) -> None:
+        self.engine.catch_up()
+
     def can_look_again(self, name: str) -> bool:
         """At rest, and nothing computed that would be lost."""
         return name in self.loading() or (self.engine.can_reserve(name) and self.engine.at_rest(name))

@@ -1,6 +1,8 @@
 """An independent, slow, obvious allocator, and an engine that drives it and the real manager side by side.
 
-Nothing here is shared with `hma`. A sequence is a chain of numbers: the *prefix number* of position p stands for the
+Nothing here is shared with `hma`. When whole blocks are put under their keys is the manager's choice (it puts it off
+while nobody could notice); the oracle only reads how far each row has come, and expects of every look-up what it would
+find if nothing were put off. A sequence is a chain of numbers: the *prefix number* of position p stands for the
 namespace and all tokens (and multimodal items) up to p, so two slots hold the same content exactly when their numbers
 are equal. Per request and group there is a dictionary of the logical blocks it must hold, filled token by token with
 the masks of the papers (`layouts.sees`); a block is dropped when no query from here on sees any of its tokens.
@@ -77,6 +79,8 @@ class Request:
     computed: int = 0  # as the device knows it: steps that have run count, committed or not
     known: int = 0  # tokens the manager has been told
     registered: int = 0
+    # Whole blocks that the manager may not have put under their keys yet.
+    waiting: dict[CacheKey, Entry] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
     held: dict[int, dict[Place, Entry]] = field(default_factory=dict)
     sources: dict[int, list[Entry]] = field(default_factory=dict)
@@ -168,6 +172,7 @@ class Engine:
         self.limbo: list[tuple[int, list[tuple[int, Entry]]]] = []
         self.cached: dict[CacheKey, Entry] = {}
         self.places: dict[tuple[int, Entry], CacheKey] = {}  # the same, by group and entry
+        self.put: dict[CacheKey, set[Entry]] = {}  # blocks of rows that left since the last comparison
         self.device: dict[tuple[int, int], dict[Place, Entry]] = {}
         self.pages: dict[int, tuple[int, dict[Entry, list[int]]]] = {}
         self.table_of: dict[tuple[int, Entry], int] = {}
@@ -208,18 +213,22 @@ class Engine:
 
     # -- hits ---------------------------------------------------------------------------------------------------------
 
-    def serves(self, request: Request, length: int) -> dict[int, bool]:
+    def serves(self, request: Request, length: int, findable: set[CacheKey]) -> dict[int, bool]:
         """Per cached group whether it could serve a hit of `length`."""
         answer = {}
         for group, fmt in self._attention():
             answer[group] = length % fmt.block_size == 0 and all(
-                self.key(request, group, table, (block + 1) * fmt.block_size) in self.cached
+                self.key(request, group, table, (block + 1) * fmt.block_size) in findable
                 for block in self.live_blocks(group, length)
                 for table in range(fmt.tables)
             )
         for group, fmt in self._states():
-            answer[group] = all(self.key(request, group, table, length) in self.cached for table in range(fmt.tables))
+            answer[group] = all(self.key(request, group, table, length) in findable for table in range(fmt.tables))
         return answer
+
+    def findable(self) -> set[CacheKey]:
+        """Keys that a look-up finds: those that wait are put in time."""
+        return set(self.cached).union(*(request.waiting for request in self.requests.values()))
 
     def key(self, request: Request, group: int, table: int, end: int) -> CacheKey:
         """What the block (or state) that ends at `end` is cached under."""
@@ -229,10 +238,11 @@ class Engine:
         limit = request.known if request.known > len(request.prompt) else request.known - 1
         if not self.caching:
             return 0
-        if not any(key[3] in request.chain[:limit] for key in self.cached):
+        findable = self.findable()
+        if not any(key[3] in request.chain[:limit] for key in findable):
             return 0  # where no group needs anything (a chunk's start), something must still be known of the prefix
         lengths = range(self.base, limit + 1, self.base)
-        good = [n for n in lengths if (s := self.serves(request, n)) and all(s.values())]
+        good = [n for n in lengths if (s := self.serves(request, n, findable)) and all(s.values())]
         if self.drop_last:
             good = good[:-1]
         return good[-1] if good else 0
@@ -287,6 +297,8 @@ class Engine:
 
     def _start(self, request: Request, expected: int, got: int, limited_by: tuple[str, ...]) -> None:
         assert got == expected, f"hit of {got} tokens, {expected} expected"
+        self._settle(request)
+        self._compare_cache(self._put())
         request.running = True
         request.life += 1
         request.restored = False
@@ -315,7 +327,7 @@ class Engine:
         names = {fmt.group.name: group for group, fmt in enumerate(self.formats)}
         longest = request.known if request.known > len(request.prompt) else request.known - 1
         if got + self.base <= longest and not self.drop_last:
-            serves = self.serves(request, got + self.base)
+            serves = self.serves(request, got + self.base, self.findable())
             assert set(limited_by) == {name for name, group in names.items() if serves.get(group) is False}
 
     def preempt(self, name: str) -> None:
@@ -336,6 +348,7 @@ class Engine:
         in_flight = any(member.request is request and member.alive for step in self.steps for member in step.members)
         blocks = [(group, entry) for group, places in request.held.items() for entry in places.values()]
         blocks += [(group, entry) for group, entries in request.sources.items() for entry in entries]
+        self._settle(request)
         request.running, request.loading = False, None
         request.committed = request.computed = request.registered = 0
         request.held, request.sources, request.ends = {}, {}, {}
@@ -517,7 +530,6 @@ class Engine:
         self.run_until(step, sampled)
         alive = [member for member in step.members if member.alive]
         ids: list[int] = []
-        candidates: dict[CacheKey, set[Entry]] = {}
         for member in alive:
             request, after = member.request, member.request.committed + member.accepted
             if self.caching:
@@ -533,7 +545,7 @@ class Engine:
             request.committed += member.accepted
             if self.caching:
                 request.known = max(request.known, request.committed)
-                self._register(request, candidates)
+                self._register(request)
             self.drafted += member.num_drafts
             self.accepted_drafts += max(member.accepted - (member.num_tokens - member.num_drafts), 0)
             request.sources = {}
@@ -542,19 +554,38 @@ class Engine:
             self.limbo.pop(0)
         counts = self.manager.drafts.counts()
         assert (counts.num_draft_tokens, counts.num_accepted_tokens) == (self.drafted, self.accepted_drafts)
-        self.compare(candidates)
+        self.compare()
 
-    def _register(self, request: Request, candidates: dict[CacheKey, set[Entry]]) -> None:
+    def _register(self, request: Request) -> None:
         """Blocks that end in base blocks which have become whole."""
         whole = request.committed // self.base
         for group, fmt in self._attention():
             for (table, block), entry in request.held[group].items():
                 end = (block + 1) * fmt.block_size
                 if request.registered * self.base < end <= whole * self.base:
-                    key = self.key(request, group, table, end)
-                    if key not in self.cached:
-                        candidates.setdefault(key, set()).add(entry)
+                    request.waiting[self.key(request, group, table, end)] = entry
         request.registered = max(request.registered, whole)
+
+    def _settle(self, request: Request) -> None:
+        """A row lets go of its blocks, and before that puts them under their keys."""
+        for key, entry in request.waiting.items():
+            self.put.setdefault(key, set()).add(entry)
+        request.waiting = {}
+
+    def _put(self) -> dict[CacheKey, set[Entry]]:
+        """Blocks that have been put under keys since the last comparison, as far as the keys had none."""
+        put, self.put = self.put, {}
+        for request in self.requests.values():
+            done = int(self.manager._sequences.registered[request.row]) * self.base
+            for key in [key for key in request.waiting if key[2] <= done]:
+                put.setdefault(key, set()).add(request.waiting.pop(key))
+        return {key: entries for key, entries in put.items() if key not in self.cached}
+
+    def catch_up(self) -> None:
+        """The engine has nothing better to do."""
+        self.manager.catch_up()
+        self.compare()
+        assert not any(request.waiting for request in self.requests.values())
 
     def _slide(self, request: Request, accepted: int) -> None:
         for group, _ in self._attention():
@@ -628,6 +659,7 @@ class Engine:
 
     def start_load(self, name: str, length: int) -> bool:
         """Take blocks up to a length; False when they did not fit."""
+        self.catch_up()  # a load shares whatever there is
         request = self.requests[name]
         wanted: dict[int, list[int]] = {group: self.live_blocks(group, length) for group, _ in self._attention()}
         held: dict[int, dict[Place, Entry]] = {}
@@ -920,14 +952,14 @@ class Engine:
         for group in range(len(self.formats)):
             counts = self.manager.pool.counts(group)
             assert counts.referenced == sum(1 for g, _ in used if g == group)
-        self._compare_cache(candidates or {}, may_evict)
+        self._compare_cache((candidates or {}) | self._put(), may_evict)
 
     def _is_prefix(self, prefix: int, of: int) -> bool:
         while self.prefixes.depth[of] > self.prefixes.depth[prefix]:
             of = self.prefixes.parent[of]
         return of == prefix
 
-    def _compare_cache(self, candidates: Mapping[CacheKey, set[Entry]], may_have_evicted: bool) -> None:
+    def _compare_cache(self, candidates: Mapping[CacheKey, set[Entry]], may_have_evicted: bool = False) -> None:
         owner = self.manager.pool.owner
         actual: dict[CacheKey, Entry] = {}
         fresh = {(key[0], entry): key for key, entries in candidates.items() for entry in entries}

@@ -13,17 +13,20 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from machine import QUIET, ManagerMachine
 
-from kvtide.hma import hashing, prefix_index
+from kvtide.hma import hashing, prefix_index, sequences, waiting
 
 IS_LONG = (os.environ.get("KVTIDE_HYPOTHESIS") or os.environ.get("HYPOTHESIS_PROFILE")) == "long"
 TARGET = int(os.environ.get("KVTIDE_MACHINE_OPERATIONS", "1000000" if IS_LONG else "0"))
 
 
-@pytest.mark.parametrize("span", [hashing.SPAN, 2])
-def test_manager_equals_the_oracle(span: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with spans so short that prompts of a few blocks are looked up by span."""
-    monkeypatch.setattr(hashing, "SPAN", span)
-    monkeypatch.setattr(prefix_index, "SPAN", span)
+@pytest.mark.parametrize("small", [False, True])
+def test_manager_equals_the_oracle(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with limits so low that a few blocks are looked up by span, and are as many as may wait."""
+    if small:
+        monkeypatch.setattr(hashing, "SPAN", 2)
+        monkeypatch.setattr(prefix_index, "SPAN", 2)
+        monkeypatch.setattr(sequences, "HASH_AHEAD", 6)
+        monkeypatch.setattr(waiting, "MOST_WAITING", 3)
 
     class Machine(ManagerMachine):
         operations = 0
