@@ -108,7 +108,9 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         assert self._kv_cache_manager is not None
         tables = self._kv_cache_manager.get_block_ids
-        return StepMetadata(self._scheduler.step(scheduler_output.num_scheduled_tokens, tables))
+        offered = getattr(scheduler_output, "kv_connector_block_state", None)
+        states = {} if offered is None else offered.boundary_state_offloads
+        return StepMetadata(self._scheduler.step(scheduler_output.num_scheduled_tokens, tables, states))
 
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta
@@ -257,7 +259,9 @@ class KvtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             block_tokens=group.block_size,
             hash_key=self._vllm_config.cache_config.prefix_caching_hash_algo.encode(),
         )
-        pages = Pages([kv_caches[name] for name in names], self._kv_cache_config.num_blocks)
+        # A layer that holds states has a tensor for each kind of them.
+        caches = [cache for name in names for cache in _tensors(kv_caches[name])]
+        pages = Pages(caches, self._kv_cache_config.num_blocks)
         return Part(group, space.digest(), pages, tp_rank % replicas == 0 or is_private(self._settings.store))
 
     def _attention(self, names: list[str]) -> str:
@@ -281,7 +285,13 @@ def _check(vllm_config: Any) -> None:
             raise ConfigError(f"{name} {size} is not supported by KvtideConnector; allowed is 1")
 
 
+def _tensors(caches: Any) -> list[Any]:
+    return list(caches) if isinstance(caches, list | tuple) else [caches]
+
+
 def _describe(group: Group) -> str:
+    if group.is_state:
+        return "state"
     if group.window is not None:
         return f"window {group.window}"
     return "full" if group.chunk is None else f"chunks of {group.chunk}"

@@ -3,6 +3,7 @@
     full attention     every block                                         [0 1 2 3 4 5 6 7|
     sliding window     the last blocks that the next token still sees      [. . . . . 5 6 7|   boundary: a hit's end
     chunked attention  the blocks of the chunk that the next token is in   [. . . . . . 6 7|
+    recurrent state    the block that holds the state at the very end      [. . . . . . . 7|
 
 A hit ends on a multiple of `alignment` (every group's block ends there), and every group must have what it needs for
 that very length. vLLM's specs are recognised by the names of their classes: no import of vLLM is needed here.
@@ -22,25 +23,37 @@ from kvtide.offload.store import Lease, Status
 _FULL = {"FullAttentionSpec", "MLAAttentionSpec"}
 _WINDOW = {"SlidingWindowSpec", "SlidingWindowMLASpec"}
 _CHUNK = {"ChunkedLocalAttentionSpec"}
+_STATE = {"MambaSpec"}
 _FIRST_PROBE = 32
 
 
 @dataclass(frozen=True)
 class Group:
-    """One group: its number in vLLM's list, its tokens a block, and its window or chunk in tokens, if it has one."""
+    """One group: its number in vLLM's list, its tokens a block, and its window or chunk in tokens, if it has one.
+
+    A block of a group with `is_state` holds the state at the block's end, and is there only where vLLM has kept one.
+    """
 
     index: int
     block_size: int
     window: int | None = None
     chunk: int | None = None
+    is_state: bool = False
 
     @property
     def is_full(self) -> bool:
         """Whether every block is needed."""
-        return self.window is None and self.chunk is None
+        return self.window is None and self.chunk is None and not self.is_state
+
+    @property
+    def reach(self) -> int:
+        """Tokens back from the end of a hit that it needs, where it does not need all; 0 for full attention."""
+        return self.block_size if self.is_state else self.window or self.chunk or 0
 
     def first_block(self, num_tokens: int) -> int:
         """The first block that a sequence of `num_tokens` computed tokens still needs for its next token."""
+        if self.is_state:
+            return max(0, num_tokens - 1) // self.block_size
         if self.window is not None:
             return max(0, num_tokens - self.window + 1) // self.block_size
         if self.chunk is not None:
@@ -62,14 +75,30 @@ def read_groups(kv_cache_config: Any) -> list[Group]:
             groups.append(Group(index, spec.block_size, window=window))
         elif kind in _CHUNK:
             groups.append(Group(index, spec.block_size, chunk=spec.attention_chunk_size))
+        elif kind in _STATE:
+            groups.append(_state_group(index, spec))
         else:
             raise ConfigError(
                 f"KvtideConnector cannot carry KV cache group {index} ({kind}, {len(group.layer_names)} layers); it "
-                f"carries {', '.join(sorted(_FULL | _WINDOW | _CHUNK))}"
+                f"carries {', '.join(sorted(_FULL | _WINDOW | _CHUNK | _STATE))}"
             )
     if not groups:
         raise ConfigError("KvtideConnector has nothing to carry: no KV cache group can be cached by its prefix")
     return groups
+
+
+def _state_group(index: int, spec: Any) -> Group:
+    mode = getattr(spec, "mamba_cache_mode", None)
+    if mode != "align":
+        raise ConfigError(
+            "KvtideConnector needs --mamba-cache-mode align, with which vLLM keeps states at the ends of blocks; "
+            f"KV cache group {index} has {mode!r}"
+        )
+    if getattr(spec, "num_speculative_blocks", 0):
+        raise ConfigError(
+            f"KvtideConnector cannot carry the states of KV cache group {index} with speculative decoding"
+        )
+    return Group(index, spec.block_size, is_state=True)
 
 
 def layer_spec(spec: Any) -> Any:

@@ -6,16 +6,18 @@
 It knows tokens, chain hashes and block numbers, and nothing of the store. Only blocks of tokens that are decided are
 stored: vLLM's chain hashes exist for those alone, so a draft that was not accepted has no key. Windows are stored where
 a later prompt may join: at the end of the prompt, where the request ends, where the store's full-attention blocks of
-this prompt ended, and every `window_interval` tokens.
+this prompt ended, and every `window_interval` tokens. Recurrent states are stored where vLLM has kept one: all of a
+prompt's, and of what follows one every `window_interval` tokens.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import Protocol
 
 from kvtide.offload.keys import CHAIN_BYTES
@@ -89,10 +91,10 @@ class SchedulerSide:
         self._num_workers = num_workers
         self._loads = loads
         self._stores = stores
-        reaches = [group.window or group.chunk or 0 for group in groups]
+        reaches = [group.reach for group in groups]
         every = _DEFAULT_WINDOWS * max(reaches) if window_interval is None else window_interval
         self._interval = -(-every // self._align) * self._align
-        self._has_windows = any(reaches)
+        self._has_windows = any(group.reach and not group.is_state for group in groups)
         self._timeout = look_up_timeout_s
         self._clock = clock
         self._epoch = b""
@@ -147,12 +149,24 @@ class SchedulerSide:
         self.counts["look_up_tokens"] += num_external
         self._next.loads.append(Load(request.request_id, blocks))
 
-    def step(self, num_scheduled: dict[str, int], block_ids: Callable[[str], Sequence[Sequence[int]]]) -> ToWorker:
-        """The workers' work of this step, given the tokens it computes and the requests' block tables."""
+    def step(
+        self,
+        num_scheduled: Mapping[str, int],
+        block_ids: Callable[[str], Sequence[Sequence[int]]],
+        states: Mapping[str, Sequence[tuple[int, int, int]]] = MappingProxyType({}),
+    ) -> ToWorker:
+        """The workers' work of this step, given the tokens it computes and the requests' block tables.
+
+        `states` are recurrent states that are there when the step is over: by request, (group, block, tokens).
+        """
         for req_id, count in num_scheduled.items():
             tracked = self._tracked.get(req_id)
             if tracked is not None:
                 self._scheduled(tracked, count, block_ids)
+        for req_id, offered in states.items():
+            tracked = self._tracked.get(req_id)
+            if tracked is not None and self._stores:
+                self._keep_states(tracked, offered)
         work, self._next = self._next, ToWorker()
         work.idle = not num_scheduled
         return work
@@ -239,6 +253,19 @@ class SchedulerSide:
         if any(blocks):
             self._next.saves.append(Save(request.request_id, blocks, request.cache_salt or ""))
 
+    def _keep_states(self, tracked: _Tracked, offered: Sequence[tuple[int, int, int]]) -> None:
+        request = tracked.request
+        blocks: list[list[Block]] = [[] for _ in self.groups]
+        for index, block, tokens in offered:
+            is_wanted = tokens <= request.num_prompt_tokens or (self._interval and tokens % self._interval == 0)
+            if block == _NULL_BLOCK or tokens % self._align or tokens > self._decided(request) or not is_wanted:
+                continue
+            for found, group in zip(blocks, self.groups, strict=True):
+                if group.index == index and group.is_state:
+                    found.append((self._chain(request, group.block_size, tokens // group.block_size - 1), block))
+        if any(blocks):
+            self._next.saves.append(Save(request.request_id, blocks, request.cache_salt or ""))
+
     def _decided(self, request: Request) -> int:
         """Tokens that are the request's for good, and have chain hashes."""
         return min(request.num_tokens, len(request.block_hashes) * self._hash_block)
@@ -254,8 +281,8 @@ class SchedulerSide:
             if group.is_full:
                 blocks.append(self._blocks(tracked, group, block_ids, range(tracked.saved // size, done // size)))
                 continue
-            wanted: set[int] = set()
-            for boundary in boundaries:
+            wanted: set[int] = set()  # of states none: a table does not say where they are
+            for boundary in () if group.is_state else boundaries:
                 window = range(group.first_block(boundary), boundary // size)
                 table = block_ids[group.index]
                 if len(table) >= window.stop and _NULL_BLOCK not in table[window.start : window.stop]:

@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from engines import BLOCK, HERE, Engine, MakeEngine, References
 
+KINDS = ("hybrid", "full", "state")
+
 
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
@@ -27,9 +29,9 @@ def vllm_python() -> str:
 @pytest.fixture(scope="session")
 def models(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    for kind in ("hybrid", "full"):
+    for kind in KINDS:
         subprocess.run([vllm_python, str(HERE / "make_model.py"), kind, str(root / kind)], check=True)
-    return {kind: root / kind for kind in ("hybrid", "full")}
+    return {kind: root / kind for kind in KINDS}
 
 
 @pytest.fixture(scope="session")

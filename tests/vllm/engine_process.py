@@ -4,7 +4,7 @@
     {"do": "generate", "prompts": [[...]], "tokens": 8}  answers tokens, cached and external tokens of each prompt
     {"do": "reset"}                                      empties the device's prefix cache, keeps the store
     {"do": "unwritable"}                                 this process can write to no file until "writable"
-    {"do": "sabotage"}                                   from now on what is loaded is zeros
+    {"do": "sabotage", "groups": [0]}                    from now on what is loaded is zeros; of all groups by default
     {"do": "counts"}, {"do": "wait", "seconds": 1}       nothing, or nothing for a while
     {"do": "exit"}                                       shuts the engine down in order
 
@@ -117,6 +117,8 @@ def main() -> None:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
             for part in get_kv_transfer_group().worker._parts:
+                if part.group.index not in command.get("groups", [part.group.index]):
+                    continue
                 write = part.pages.write
                 part.pages.write = lambda blocks, values, write=write: write(blocks, values * 0)
             say(counts=counts())

@@ -1,11 +1,18 @@
-"""Write a small model with random weights: `make_model.py hybrid|full DIRECTORY`; run by the Python that has vLLM."""
+"""Write a small model with random weights: `make_model.py hybrid|full|state DIRECTORY`; run by vLLM's Python."""
 
 from __future__ import annotations
 
 import sys
 
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 torch.manual_seed(0)
 # Weights larger than usual, and attention that looks at few tokens, so that a wrong key or value changes the answer.
@@ -26,6 +33,22 @@ if sys.argv[1] == "hybrid":
         for name, weight in model.named_parameters():  # norms scale by 1 + weight
             if name.endswith(("q_norm.weight", "post_attention_layernorm.weight")):
                 weight.fill_(3.0)
+elif sys.argv[1] == "state":
+    linear = {f"linear_{name}_head_dim": 64 for name in ("key", "value")}
+    model = Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            **SIZES | {"head_dim": 64},
+            **linear,
+            num_hidden_layers=4,
+            layer_types=["linear_attention", "full_attention"] * 2,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+        )
+    )
 else:
     model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=4))
 model.save_pretrained(sys.argv[2])

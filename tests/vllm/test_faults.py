@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,14 @@ def run(engine: Engine, expected: list[list[int]]) -> dict[str, Any]:
     assert answer["tokens"] == expected
     assert set(answer["reasons"]) == {"length"}
     return {**answer, "counts": {name: n - before.get(name, 0) for name, n in answer["counts"].items()}}
+
+
+def mend(engine: Engine, expected: list[list[int]]) -> None:
+    """Runs until all prompts are hit again: after failures in a row the store is left alone, up to a minute."""
+    expires = time.monotonic() + 120
+    while min(run(engine, expected)["cached"]) == 0:
+        assert time.monotonic() < expires
+        engine.ask("wait", seconds=1)
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "full"])
@@ -83,9 +92,7 @@ def test_faults_between_runs(kind: str, make_engine: MakeEngine, reference: Refe
             assert answer["counts"].get(counted, 0) > 0, what
         assert answer["seconds"] < 30
         hang.unlink()
-        engine.ask("wait", seconds=1.5)  # the store is left alone for a second after failures in a row
-        run(engine, expected)
-    assert min(run(engine, expected)["cached"]) > 0
+        mend(engine, expected)
 
     for file in values(path):
         file.unlink()
@@ -94,7 +101,5 @@ def test_faults_between_runs(kind: str, make_engine: MakeEngine, reference: Refe
     assert answer["counts"].get("save_error", 0) + answer["counts"].get("save_full", 0) > 0
     assert run(engine, expected)["cached"] == NONE
     engine.ask("writable")
-    engine.ask("wait", seconds=1.5)
-    run(engine, expected)
-    assert min(run(engine, expected)["cached"]) > 0
+    mend(engine, expected)
     engine.exit()

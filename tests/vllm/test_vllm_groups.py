@@ -1,6 +1,9 @@
-"""Hits over groups with windows and chunks, against brute force; no vLLM needed."""
+"""Hits over groups with windows, chunks and states, against brute force; no vLLM needed."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -11,7 +14,14 @@ from kvtide.kvcache import ConfigError
 from kvtide.offload.keys import CHAIN_BYTES, SPACE_BYTES, StoreKey
 from kvtide.offload.store import Lease, Status
 
-GROUPS = [Group(0, 4), Group(1, 8), Group(2, 4, window=10), Group(3, 8, window=17), Group(4, 4, chunk=12)]
+GROUPS = [
+    Group(0, 4),
+    Group(1, 8),
+    Group(2, 4, window=10),
+    Group(3, 8, window=17),
+    Group(4, 4, chunk=12),
+    Group(5, 8, is_state=True),
+]
 
 
 def key(group: Group, block: int) -> StoreKey:
@@ -55,6 +65,8 @@ def test_longest_hit(case: tuple[list[Group], set[StoreKey], int, int]) -> None:
 
     def sees(group: Group, block: int, end: int) -> bool:  # by tokens, not by the formula under test
         for token in range(block * group.block_size, (block + 1) * group.block_size):
+            if group.is_state and token == end - 1:
+                return True
             if group.window is not None and token > end - group.window:
                 return True
             if group.chunk is not None and token // group.chunk == end // group.chunk:
@@ -83,14 +95,34 @@ def test_longest_hit(case: tuple[list[Group], set[StoreKey], int, int]) -> None:
     assert Held.opened == 0
 
 
+@dataclass
 class MambaSpec:
+    mamba_cache_mode: str = "align"
+    num_speculative_blocks: int = 0
+    block_size: int = 16
+
+
+class CrossAttentionSpec:
     block_size = 16
 
 
-def test_states_are_refused() -> None:
-    class Config:
-        prefix_cacheable_group_ids = (0,)
-        kv_cache_groups = (type("Group", (), {"kv_cache_spec": MambaSpec(), "layer_names": ["a"]})(),)
+def config(spec: object) -> object:
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["a"])
+    return SimpleNamespace(prefix_cacheable_group_ids=(0,), kv_cache_groups=(group,))
 
-    with pytest.raises(ConfigError, match=r"group 0 \(MambaSpec, 1 layers\)"):
-        read_groups(Config)
+
+def test_states_are_carried_where_vllm_keeps_them() -> None:
+    assert read_groups(config(MambaSpec())) == [Group(0, 16, is_state=True)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (MambaSpec(mamba_cache_mode="none"), "--mamba-cache-mode align.*group 0 has 'none'"),
+        (MambaSpec(num_speculative_blocks=1), "group 0 with speculative decoding"),
+        (CrossAttentionSpec(), r"group 0 \(CrossAttentionSpec, 1 layers\)"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused(spec: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_groups(config(spec))

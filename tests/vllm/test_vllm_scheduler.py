@@ -194,3 +194,45 @@ def test_forgetting_changes_every_key() -> None:
     side.forget()
     side.matched(request, 0)
     assert side.step({}, tables).look_ups[0].chains[4] != before
+
+
+def test_states_are_stored_where_vllm_offers_them() -> None:
+    state = Group(1, 4, is_state=True)
+    side = make([FULL, state], window_interval=8)
+    request = FakeRequest("a", 10)
+    side.added(request)
+    side.matched(request, 0)
+    side.allocated(request, tables(3, 2), 0)
+    work = side.step({"a": 10}, lambda _: tables(3, 2), {"a": [(1, 77, 8), (1, 0, 4), (1, 78, 10), (5, 79, 4)]})
+    # Not vLLM's placeholder, nor a part of a block, nor another group's; and never what a table says.
+    assert saved(work) == [[1, 2], [77]]
+    chains = [chain for save in work.saves for group in save.blocks for chain, _ in group]
+    assert chains[1] == chains[2]  # the state has the name of the block that it ends
+    # Of what is generated every so many tokens; of a request that is over, or unknown, nothing.
+    request.num_computed_tokens = 10
+    request.grow(10)
+    work = side.step({"a": 10}, lambda _: tables(5, 2), {"a": [(1, 80, 12), (1, 81, 16)], "b": [(1, 82, 16)]})
+    assert saved(work) == [[3, 4, 5], [81]]
+    assert not side.finished(request, tables(5, 2), sound=True)
+    assert side.step({}, lambda _: [], {"a": [(1, 83, 16)]}).saves == []
+
+
+def test_a_hit_loads_the_last_state_alone() -> None:
+    side = make([FULL, Group(1, 4, is_state=True)])
+    request = FakeRequest("a", 13)
+    side.added(request)
+    assert side.matched(request, 0) is None
+    work = side.step({}, lambda _: [])
+    answer(side, work, 12)
+    assert side.matched(request, 0) == 12
+    side.allocated(request, [[1, 2, 3], [0, 0, 9]], 12)
+    (load,) = side.step({}, lambda _: []).loads
+    assert [[block for _, block in group] for group in load.blocks] == [[1, 2, 3], [9]]
+
+
+def test_what_is_stored_of_states_depends_on_the_role() -> None:
+    side = make([FULL, Group(1, 4, is_state=True)], stores=False)
+    request = FakeRequest("a", 8)
+    side.added(request)
+    side.allocated(request, tables(2, 2), 0)
+    assert side.step({"a": 8}, lambda _: tables(2, 2), {"a": [(1, 77, 8)]}).saves == []
