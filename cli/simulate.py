@@ -20,6 +20,7 @@ from kvtide.sims.serving.cost import Parallel
 from kvtide.sims.serving.defaults import CONTEXTS, MODES
 from kvtide.sims.serving.engine import Run
 from kvtide.sims.serving.gpus import gpu_of
+from kvtide.sims.serving.kernel_curves import read_kernel_curves
 from kvtide.sims.serving.measures import Measures, Spread
 from kvtide.sims.serving.settings import DEFAULT_VERSION, RULES
 from kvtide.sims.serving.settings import POLICIES as SCHEDULING
@@ -70,6 +71,7 @@ def _optional_size(ctx: click.Context, param: click.Parameter, value: str | None
 @click.option("--acceptance-length", type=float, help="Mean tokens per step of a request with drafts.")
 @click.option("--thinking-token-budget", type=int, help="Reasoning tokens per request, where the trace counts them.")
 @click.option("--efficiency", type=click.Path(), help="What `kvtide calibrate --json` printed.")
+@click.option("--kernel-curves", type=click.Path(), help="MLA decode, measured: benchmarks/gpu_mla.py --json wrote it.")
 @offload_options
 @json_option
 def command(
@@ -90,6 +92,7 @@ def command(
     acceptance_rates: str | None,
     acceptance_length: float | None,
     efficiency: str | None,
+    kernel_curves: str | None,
     offload_tiers: tuple[str, ...],
     kv_transfer_config: str | None,
     offload_write_policy: str | None,
@@ -138,6 +141,7 @@ def command(
         acceptance=acceptance,
         measure_drafts=drafter is not None and acceptance is None and drafter.is_lookup and _has_ids(requests),
         efficiency=load_efficiency(efficiency),
+        kernel_curves=None if kernel_curves is None else read_kernel_curves(kernel_curves),
         offload=offload_of(
             device,
             offload_tiers=offload_tiers,

@@ -21,6 +21,7 @@ from .defaults import resolve_limits
 from .drafter import drafter_of
 from .engine import Engine
 from .gpus import GIB, GpuSpec
+from .kernel_curves import KernelCurves
 from .measured import MeasuredAcceptance
 from .offloading import Offload, OffloadedRows
 from .scheduler import Scheduler
@@ -76,6 +77,7 @@ class Deployment:
     thinking_token_budget: int | None = None
     efficiency: Efficiency = field(default_factory=Efficiency)
     offload: Offload | None = None
+    kernel_curves: KernelCurves | None = None
 
     def cost(self) -> CostModel:
         """The cost model of one engine."""
@@ -83,7 +85,9 @@ class Deployment:
         layout, drafter = self.layout, None
         if self.speculative:
             layout, drafter = drafter_of(self.speculative, layout, self.work, tensor)
-        return CostModel(layout.shard(tensor), self.work, self.gpu, self.parallel, self.efficiency, drafter)
+        return CostModel(
+            layout.shard(tensor), self.work, self.gpu, self.parallel, self.efficiency, drafter, self.kernel_curves
+        )
 
     def geometry(self) -> PageGeometry:
         """The page geometry of one rank."""
