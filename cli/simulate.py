@@ -14,6 +14,7 @@ from rich.table import Table
 
 from kvtide.kvcache import ConfigError
 from kvtide.kvcache.policies import POLICIES
+from kvtide.sims.serving.advice import advise
 from kvtide.sims.serving.build import GPU_MEMORY_UTILIZATION, Deployment
 from kvtide.sims.serving.calibrate import measure_run
 from kvtide.sims.serving.cost import Parallel
@@ -249,13 +250,23 @@ def _report(deployment: Deployment, run: Run, measures: Measures, wall_s: float)
             {"time_s": at, "running": running, "waiting": waiting, "memory": memory._asdict()}
             for at, running, waiting, memory, _ in run.samples
         ],
-        "notes": deployment.notes(),
+        "notes": [*deployment.notes(), *_advice(deployment, run)],
         "simulator": {
             "wall_s": wall_s,
             "us_per_step": 1e6 * wall_s / run.steps,
             "us_per_request": 1e6 * wall_s / len(run.served),
         },
     }
+
+
+def _advice(deployment: Deployment, run: Run) -> list[str]:
+    """What the cost model says of the drafts at the batch and context that the run had."""
+    if run.draft_shape is None or not run.drafts.num_drafts:
+        return []
+    drafts = deployment.settings().num_speculative_tokens
+    rates = [rate or 0.0 for rate in run.drafts.acceptance_per_position[:drafts]]
+    batch, context = (max(round(size), 1) for size in run.draft_shape)
+    return advise(deployment.cost(), rates, batch, context).sentences(drafts, batch)
 
 
 def _offload(run: Run) -> dict[str, Any] | None:
@@ -361,5 +372,5 @@ def _drafts(drafts: dict[str, Any]) -> str:
     text = f"{drafts['acceptance_rate']:.1%} {of}, {length:.2f} tokens a step"
     if needed is None:
         return text
-    verdict = "speculation gains" if length > needed else "speculation loses: draft less, or not at this batch"
+    verdict = "speculation gains" if length > needed else "speculation loses"
     return f"{text}; {needed:.2f} are needed to break even: {verdict}"

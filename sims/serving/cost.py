@@ -122,10 +122,17 @@ class CostModel:
         handing_on = COLLECTIVE_S + most * work.hidden * ACTIVATION_BYTES / self._link
         return self.seconds(steps) * share + handing_on
 
+    def with_drafter(self, drafter: DrafterWork | None) -> CostModel:
+        """The same model with another drafter, or none."""
+        if drafter == self.drafter:
+            return self
+        return CostModel(self._layout, self.work, self.gpu, self.parallel, self.efficiency, drafter, self._curves)
+
     def break_even(self, steps: Sequence[Step | None]) -> float:
         """Tokens per request that a step with drafts must bring to be worth its time, compared with one without."""
-        plain = CostModel(self._layout, self.work, self.gpu, self.parallel, self.efficiency, curves=self._curves)
-        return self.seconds(steps) / plain.seconds([None if step is None else _without_drafts(step) for step in steps])
+        return self.seconds(steps) / self.with_drafter(None).seconds(
+            [None if step is None else _without_drafts(step) for step in steps]
+        )
 
     def prefill_seconds_per_token(self, num_tokens: int) -> float:
         """Seconds a token of a prompt's first `num_tokens`, computed in one step alone."""
