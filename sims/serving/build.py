@@ -152,10 +152,18 @@ class Deployment:
             rules=rules,
         )
 
+    @property
+    def ignores_budget(self) -> bool:
+        """Whether this version accepts a thinking budget and does nothing with it."""
+        drafts = self.speculative is not None and self.thinking_token_budget is not None
+        return drafts and not rules_of(self.version).budget_with_drafts
+
     def notes(self) -> list[str]:
         """What whoever reads the results should know of the settings."""
         notes = list(self.speculative.notes) if self.speculative else []
         stages, limit = self.parallel.pipeline, self.settings().max_num_seqs
+        if self.ignores_budget:
+            notes.append(f"vLLM {self.version} ignores thinking budgets where speculation is on; so does this run")
         if stages > 1:
             notes.append(
                 f"max_num_seqs {limit} bounds the requests of all {stages} steps in the pipeline together, not those "
@@ -206,7 +214,7 @@ class Deployment:
             self.cost(),
             acceptance,
             seed=seed,
-            thinking_budget=self.thinking_token_budget,
+            thinking_budget=None if self.ignores_budget else self.thinking_token_budget,
         )
 
     def _offloaded(self, manager: HybridMemoryManager) -> OffloadedRows:
