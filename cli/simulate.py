@@ -14,12 +14,14 @@ from rich.table import Table
 
 from kvtide.kvcache import ConfigError
 from kvtide.kvcache.policies import POLICIES
+from kvtide.sims.serving.advice import advise
 from kvtide.sims.serving.build import GPU_MEMORY_UTILIZATION, Deployment
 from kvtide.sims.serving.calibrate import measure_run
 from kvtide.sims.serving.cost import Parallel
 from kvtide.sims.serving.defaults import CONTEXTS, MODES
 from kvtide.sims.serving.engine import Run
 from kvtide.sims.serving.gpus import gpu_of
+from kvtide.sims.serving.kernel_curves import read_kernel_curves
 from kvtide.sims.serving.measures import Measures, Spread
 from kvtide.sims.serving.settings import DEFAULT_VERSION, RULES
 from kvtide.sims.serving.settings import POLICIES as SCHEDULING
@@ -115,6 +117,7 @@ def _optional_size(ctx: click.Context, param: click.Parameter, value: str | None
 @click.option("--acceptance-length", type=float, help="Mean tokens per step of a request with drafts.")
 @click.option("--thinking-token-budget", type=int, help="Reasoning tokens per request, where the trace counts them.")
 @click.option("--efficiency", type=click.Path(), help="What `kvtide calibrate --json` printed.")
+@click.option("--kernel-curves", type=click.Path(), help="MLA decode, measured: benchmarks/gpu_mla.py --json wrote it.")
 @offload_options
 @json_option
 def command(
@@ -135,6 +138,7 @@ def command(
     acceptance_rates: str | None,
     acceptance_length: float | None,
     efficiency: str | None,
+    kernel_curves: str | None,
     offload_tiers: tuple[str, ...],
     kv_transfer_config: str | None,
     offload_write_policy: str | None,
@@ -183,6 +187,7 @@ def command(
         acceptance=acceptance,
         measure_drafts=drafter is not None and acceptance is None and drafter.is_lookup and _has_ids(requests),
         efficiency=load_efficiency(efficiency),
+        kernel_curves=None if kernel_curves is None else read_kernel_curves(kernel_curves),
         offload=offload_of(
             device,
             offload_tiers=offload_tiers,
@@ -290,13 +295,23 @@ def _report(deployment: Deployment, run: Run, measures: Measures, wall_s: float)
             {"time_s": at, "running": running, "waiting": waiting, "memory": memory._asdict()}
             for at, running, waiting, memory, _ in run.samples
         ],
-        "notes": deployment.notes(),
+        "notes": [*deployment.notes(), *_advice(deployment, run)],
         "simulator": {
             "wall_s": wall_s,
             "us_per_step": 1e6 * wall_s / run.steps,
             "us_per_request": 1e6 * wall_s / len(run.served),
         },
     }
+
+
+def _advice(deployment: Deployment, run: Run) -> list[str]:
+    """What the cost model says of the drafts at the batch and context that the run had."""
+    if run.draft_shape is None or not run.drafts.num_drafts:
+        return []
+    drafts = deployment.settings().num_speculative_tokens
+    rates = [rate or 0.0 for rate in run.drafts.acceptance_per_position[:drafts]]
+    batch, context = (max(round(size), 1) for size in run.draft_shape)
+    return advise(deployment.cost(), rates, batch, context).sentences(drafts, batch)
 
 
 def _offload(run: Run) -> dict[str, Any] | None:
@@ -402,5 +417,5 @@ def _drafts(drafts: dict[str, Any]) -> str:
     text = f"{drafts['acceptance_rate']:.1%} {of}, {length:.2f} tokens a step"
     if needed is None:
         return text
-    verdict = "speculation gains" if length > needed else "speculation loses: draft less, or not at this batch"
+    verdict = "speculation gains" if length > needed else "speculation loses"
     return f"{text}; {needed:.2f} are needed to break even: {verdict}"

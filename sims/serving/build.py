@@ -21,6 +21,7 @@ from .defaults import resolve_limits
 from .drafter import drafter_of
 from .engine import Engine
 from .gpus import GIB, GpuSpec
+from .kernel_curves import KernelCurves
 from .measured import MeasuredAcceptance
 from .offloading import Offload, OffloadedRows
 from .scheduler import Scheduler
@@ -76,6 +77,7 @@ class Deployment:
     thinking_token_budget: int | None = None
     efficiency: Efficiency = field(default_factory=Efficiency)
     offload: Offload | None = None
+    kernel_curves: KernelCurves | None = None
 
     def cost(self) -> CostModel:
         """The cost model of one engine."""
@@ -83,7 +85,9 @@ class Deployment:
         layout, drafter = self.layout, None
         if self.speculative:
             layout, drafter = drafter_of(self.speculative, layout, self.work, tensor)
-        return CostModel(layout.shard(tensor), self.work, self.gpu, self.parallel, self.efficiency, drafter)
+        return CostModel(
+            layout.shard(tensor), self.work, self.gpu, self.parallel, self.efficiency, drafter, self.kernel_curves
+        )
 
     def geometry(self) -> PageGeometry:
         """The page geometry of one rank."""
@@ -148,10 +152,18 @@ class Deployment:
             rules=rules,
         )
 
+    @property
+    def ignores_budget(self) -> bool:
+        """Whether this version accepts a thinking budget and does nothing with it."""
+        drafts = self.speculative is not None and self.thinking_token_budget is not None
+        return drafts and not rules_of(self.version).budget_with_drafts
+
     def notes(self) -> list[str]:
         """What whoever reads the results should know of the settings."""
         notes = list(self.speculative.notes) if self.speculative else []
         stages, limit = self.parallel.pipeline, self.settings().max_num_seqs
+        if self.ignores_budget:
+            notes.append(f"vLLM {self.version} ignores thinking budgets where speculation is on; so does this run")
         if stages > 1:
             notes.append(
                 f"max_num_seqs {limit} bounds the requests of all {stages} steps in the pipeline together, not those "
@@ -202,7 +214,7 @@ class Deployment:
             self.cost(),
             acceptance,
             seed=seed,
-            thinking_budget=self.thinking_token_budget,
+            thinking_budget=None if self.ignores_budget else self.thinking_token_budget,
         )
 
     def _offloaded(self, manager: HybridMemoryManager) -> OffloadedRows:

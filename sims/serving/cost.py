@@ -7,7 +7,8 @@
          + drafter's passes                                            each reads the drafter's weights once
 
 Rates are the data sheet's times an efficiency; efficiencies and overheads are the model's only free numbers, and
-`calibrate.py` fits them to a recorded run. Windows are respected: a layer reads the KV that its query can reach.
+`calibrate.py` fits them to a recorded run. The decode attention of MLA models can be measured instead
+(`kernel_curves.py`). Windows are respected: a layer reads the KV that its query can reach.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvtide.kvcache import ConfigError, ModelLayout
+from kvtide.kvcache import MLA, ConfigError, ModelLayout
 
 from .drafter import DrafterWork
 from .gpus import GpuSpec
 from .job import Job, Scheduled, Step
+from .kernel_curves import MOST_QUERY_TOKENS, Curve, KernelCurves
 from .work import ModelWork
 
 ACTIVATION_BYTES = 2
@@ -79,9 +81,12 @@ class CostModel:
         parallel: Parallel = Parallel(),
         efficiency: Efficiency = Efficiency(),
         drafter: DrafterWork | None = None,
+        curves: KernelCurves | None = None,
     ) -> None:
         self.work, self.gpu, self.parallel, self.efficiency = work, gpu, parallel, efficiency
         self.drafter = drafter
+        self._curves = curves
+        self._measured = self._mla_curve(layout)
         self._layout = layout
         self._groups = [(group.spec, group.bytes_per_token, len(group.layers)) for group in layout.groups]
         self._state_bytes = layout.state_bytes
@@ -117,10 +122,17 @@ class CostModel:
         handing_on = COLLECTIVE_S + most * work.hidden * ACTIVATION_BYTES / self._link
         return self.seconds(steps) * share + handing_on
 
+    def with_drafter(self, drafter: DrafterWork | None) -> CostModel:
+        """The same model with another drafter, or none."""
+        if drafter == self.drafter:
+            return self
+        return CostModel(self._layout, self.work, self.gpu, self.parallel, self.efficiency, drafter, self._curves)
+
     def break_even(self, steps: Sequence[Step | None]) -> float:
         """Tokens per request that a step with drafts must bring to be worth its time, compared with one without."""
-        plain = CostModel(self._layout, self.work, self.gpu, self.parallel, self.efficiency)
-        return self.seconds(steps) / plain.seconds([None if step is None else _without_drafts(step) for step in steps])
+        return self.seconds(steps) / self.with_drafter(None).seconds(
+            [None if step is None else _without_drafts(step) for step in steps]
+        )
 
     def prefill_seconds_per_token(self, num_tokens: int) -> float:
         """Seconds a token of a prompt's first `num_tokens`, computed in one step alone."""
@@ -164,19 +176,35 @@ class CostModel:
         # at the middle of the chunk, cut by the window.
         reads = np.zeros(len(start))
         pairs = np.zeros(len(start))
+        seconds = np.zeros(len(start))
         for spec, token_bytes, layers in self._groups:
             if not token_bytes:
                 continue
+            modelled = np.ones(len(start), dtype=np.bool_)
+            if self._measured is not None and type(spec) is MLA:
+                decodes = tokens <= MOST_QUERY_TOKENS
+                rows = np.maximum(tokens * self.work.heads // self.parallel.tensor, 1)
+                seconds += np.where(decodes, layers * self._measured.seconds(rows, end), 0.0)
+                modelled = ~decodes
             reach = end if spec.reach is None else np.minimum(end, spec.reach + tokens)
             seen = (start + end + 1) / 2
             if spec.reach is not None:
                 seen = np.minimum(seen, spec.reach)
-            reads += reach * token_bytes
-            pairs += layers * tokens * seen
+            reads += modelled * reach * token_bytes
+            pairs += modelled * layers * tokens * seen
         flops = 4.0 * pairs * self.work.query_size / self.parallel.tensor
         states = 2.0 * self._state_bytes
         per_request = np.maximum((reads + states) / self._bandwidth, flops / self._attention_flops)
-        return float(per_request.sum())
+        return float((seconds + per_request).sum())
+
+    def _mla_curve(self, layout: ModelLayout) -> Curve | None:
+        """The measured kernel for the layout's latents; `ConfigError` when there are none, or heads are not known."""
+        if self._curves is None:
+            return None
+        latents = [group.spec for group in layout.groups if type(group.spec) is MLA]
+        if not latents or not self.work.heads:
+            raise ConfigError(f"kernel curves are of MLA decode; {layout.name} has no MLA layers of known head count")
+        return self._curves.curve(latents[0].dtype, self.gpu.name)
 
     def _experts(self, tokens: int, ranks: int) -> float:
         """Routed experts, spread over all ranks: their weights are read once for the tokens of all."""

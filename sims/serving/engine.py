@@ -82,7 +82,7 @@ class Run(NamedTuple):
 
     `reasoning` says what a thinking budget did, None without one. `break_even_length` is the mean acceptance length at
     which steps with drafts are worth their time, averaged over sampled steps that only decode; None without any.
-    `offload` is what offload did in all, per rank.
+    `draft_shape` is the mean batch and context of those steps. `offload` is what offload did in all, per rank.
     """
 
     served: list[Served]
@@ -96,6 +96,7 @@ class Run(NamedTuple):
     reasoning: ReasoningCounts | None
     break_even_length: float | None
     offload: tuple[OffloadUse, ...] = ()
+    draft_shape: tuple[float, float] | None = None
 
     @property
     def makespan_s(self) -> float:
@@ -141,6 +142,7 @@ class Engine:
         self._samples: list[Sample] = []
         self._stride = 1
         self._break_even: list[float] = []
+        self._shapes: list[tuple[float, float]] = []
         self._steps = self._computed = 0
         self._busy = 0.0
 
@@ -204,6 +206,7 @@ class Engine:
             self._reasoning.counts() if self._reasoning else None,
             float(np.mean(self._break_even)) if self._break_even else None,
             self._offload_use(),
+            tuple(np.mean(self._shapes, axis=0).tolist()) if self._shapes else None,
         )
 
     def _tell_time(self, now: float) -> None:
@@ -257,6 +260,8 @@ class Engine:
             self._sample(now)
             if all(step is None or all(part.num_drafts for part in step.parts) for step in wave):
                 self._break_even.append(self._cost.break_even(wave))
+                parts = [part for step in wave if step for part in step.parts]
+                self._shapes.append((len(parts) / len(wave), float(np.mean([part.start for part in parts]))))
         self._steps += 1
 
     def _complete(self, scheduler: Scheduler, step: Step, now: float, on_request: Callable[[], None]) -> None:

@@ -22,7 +22,10 @@ class Rules:
     `draft_slots_per_request`: slots that a drafter needs beyond the scheduled tokens are taken from the budget for each
     scheduled request; before, they were taken once for `max_num_seqs`. `charge_every_step_in_flight`: the admission
     gate charges a window the tokens of all steps in flight; before, those of one. `async_pipeline`: asynchronous
-    scheduling keeps a step more in flight also where pipeline stages keep several. The rules of 0.33 are tested against
+    scheduling keeps a step more in flight also where pipeline stages keep several. `watermark`: there is one.
+    `budget_with_drafts`: thinking budgets hold with speculation too; before, they were accepted and ignored. 0.20.2
+    also returned freed blocks without a key behind cached ones, where here, as in 0.33, they are taken first. The
+    rules of 0.33 are tested against
     a running 0.32; those of 0.20.2 are taken from published notes and were never run.
     """
 
@@ -30,9 +33,28 @@ class Rules:
     draft_slots_per_request: bool
     charge_every_step_in_flight: bool
     async_pipeline: bool
+    watermark: bool
+    budget_with_drafts: bool
 
 
-RULES = {"0.20.2": Rules("0.20.2", False, False, False), "0.33": Rules("0.33", True, True, True)}
+RULES = {
+    "0.20.2": Rules(
+        "0.20.2",
+        draft_slots_per_request=False,
+        charge_every_step_in_flight=False,
+        async_pipeline=False,
+        watermark=False,
+        budget_with_drafts=False,
+    ),
+    "0.33": Rules(
+        "0.33",
+        draft_slots_per_request=True,
+        charge_every_step_in_flight=True,
+        async_pipeline=True,
+        watermark=True,
+        budget_with_drafts=True,
+    ),
+}
 DEFAULT_VERSION = "0.33"
 
 
@@ -95,6 +117,8 @@ class EngineSettings:
             )
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark is {self.watermark}, but must be at least 0 and below 1")
+        if self.watermark and not self.rules.watermark:
+            raise ConfigError(f"watermark is {self.watermark}, but vLLM {self.rules.version} has none; it must be 0")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} must be at least max_num_seqs "

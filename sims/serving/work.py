@@ -21,7 +21,7 @@ class ModelWork:
 
     A token goes through all `dense_params` of the layers and through `experts_per_token` of `experts` routed experts in
     each of `expert_layers`. `head_params` is the output head, run for sampled positions only. `query_size` is query
-    heads times head dimension, over which attention's FLOPs are counted.
+    heads times head dimension, over which attention's FLOPs are counted; `heads` are 0 where they are not known.
     """
 
     layers: int
@@ -35,6 +35,7 @@ class ModelWork:
     experts_per_token: int = 0
     expert_params: int = 0
     weight_bytes: float = 2.0
+    heads: int = 0
 
     @property
     def routed_params(self) -> int:
@@ -116,6 +117,7 @@ def read_work(config: Mapping[str, Any]) -> ModelWork:
         experts_per_token=size("num_experts_per_tok", default=0) if experts else 0,
         expert_params=expert,
         weight_bytes=_QUANTISED.get(method, 2.0),
+        heads=heads,
     )
 
 

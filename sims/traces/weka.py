@@ -3,7 +3,8 @@
 A conversation's `requests` hold `t` (s), `in`, `out`, `hash_ids`; an entry with `requests` of its own is a sub-agent,
 whose times count from its start. The requests of a conversation come flattened, in order of time; conversations follow
 one another in the order of their file names, and each starts at 0 s, as if all users began at once. Ids are local to a
-file unless it says `hash_id_scope: global`, and are renumbered so that two conversations share no block.
+file unless it says `hash_id_scope: global`, and are renumbered so that two conversations share no block. Where the
+tokens of tools and system prompt end, other prompts may part.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def read_weka(files: Iterable[TraceFile]) -> Iterator[Request]:
         scope = document.get("hash_id_scope", "local")
         if scope not in ("local", "global"):
             raise file.error(f"hash_id_scope is {show(scope)}, but must be 'local' or 'global'")
+        system = sum(count(document.get(key, 0), key, file) for key in ("tool_tokens", "system_tokens"))
         ids = shared if scope == "global" else defaultdict(fresh_id.__next__)
         for number, (arrival, row, place) in enumerate(_in_time_order(document, file)):
             input_tokens = count(value_of(row, "in", place), "in", place)
@@ -57,6 +59,7 @@ def read_weka(files: Iterable[TraceFile]) -> Iterator[Request]:
                 output_tokens=count(value_of(row, "out", place), "out", place),
                 hash_ids=tuple(map(ids.__getitem__, blocks)),
                 hash_block=block,
+                turn_ends=(system,) if 0 < system < input_tokens else (),
             )
 
 

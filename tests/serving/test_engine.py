@@ -19,6 +19,7 @@ from kvtide.sims.serving.cost import Efficiency, Parallel
 from kvtide.sims.serving.defaults import resolve_limits
 from kvtide.sims.serving.engine import Engine, Run
 from kvtide.sims.serving.gpus import GPUS
+from kvtide.sims.serving.settings import EngineSettings, rules_of
 from kvtide.sims.serving.speculation import Acceptance, read_speculative_config
 from kvtide.sims.serving.work import estimate_work, read_work
 from kvtide.sims.traces import Request
@@ -300,6 +301,34 @@ def test_a_thinking_budget_is_the_same_with_and_without_drafts(rates: list[float
     run = plan.engine().run(THINKERS)
     assert run.reasoning == (6, 3, 300, 120)
     assert [item.output_tokens for item in sorted(run.served)] == [120, 60] * 3
+
+
+def test_the_old_rules_ignore_a_budget_with_drafts() -> None:
+    """vLLM 0.20.2 had no budget where any speculation was configured; what that costs is the difference."""
+    plan = deployment(thinking_token_budget=30, speculative=MTP, acceptance=Acceptance([1, 1, 1]))
+    old = replace(plan, version="0.20.2")
+    assert [item.output_tokens for item in old.engine().run(THINKERS).served] == [120] * 6
+    assert any("ignores thinking budgets" in note for note in old.notes())
+    plain = replace(old, speculative=None, acceptance=None)
+    assert sorted(item.output_tokens for item in plain.engine().run(THINKERS).served) == [60] * 3 + [120] * 3
+    assert not plain.notes()
+
+
+@pytest.mark.parametrize(
+    ("version", "budget", "charged"),
+    [("0.33", 64, 128), ("0.20.2", 64 - 8, 64)],
+)
+def test_what_the_versions_count_differently(version: str, budget: int, charged: int) -> None:
+    """A drafter's slot: of every scheduled request, or once for all that may run. In flight: all steps, or one."""
+    rules = rules_of(version)
+    settings = EngineSettings(8, 64, 512, num_speculative_tokens=2, draft_slots=1, rules=rules)
+    assert settings.step_budget == budget
+    assert settings.charged_in_flight == charged
+
+
+def test_the_old_rules_have_no_watermark() -> None:
+    with pytest.raises(ConfigError, match=r"watermark is 0\.1, but vLLM 0\.20\.2 has none"):
+        deployment(version="0.20.2", watermark=0.1).engine()
 
 
 def test_drafts_beyond_the_budget_are_not_accepted() -> None:
