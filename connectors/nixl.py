@@ -5,8 +5,9 @@ of its own and renamed when all of it is there; an object is there whole or not 
 before a read, because NIXL calls a read beyond an object's end done. A value passes through a lane's registered memory
 (see `lanes`), one agent and thread per lane: one copy, and a hung transfer never writes to the caller's buffer late.
 Against a cached file plain reads are as fast; NIXL pays with `direct` and small values, with GDS, and for objects.
-Nothing is evicted here: files fill the file system (then FULL), objects are the bucket's business. `num_values` and
-`num_bytes` of the stats are what the last whole `scan` found.
+Files beyond `max_bytes` are evicted, the longest unused first; without it they fill the file system (then FULL).
+Objects are the bucket's business. `num_values` and `num_bytes` of the stats are what the last whole `scan` found, or
+what the last count for `max_bytes` did.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from msgspec import Meta
 from kvtide.kvcache import ConfigError
 from kvtide.kvcache.sizes import parse_bytes
 from kvtide.offload.keys import StoreKey
-from kvtide.offload.store import Entry, Status
+from kvtide.offload.store import Entry, Status, StoreStats
 from kvtide.offload.values import HEADER_BYTES, BadValue, Header
 
 from .base import BaseConnector, CodecName, present
@@ -39,6 +40,9 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     plugin: Annotated[Literal["POSIX", "GDS", "GDS_MT", "OBJ"], Meta(description="NIXL's plug-in.")] = "POSIX"
     path: Annotated[str | None, Meta(description="Directory of the files; for every plug-in but OBJ.")] = None
     direct: Annotated[bool, Meta(description="Past the page cache (O_DIRECT); files are padded to 4 KiB.")] = False
+    max_bytes: Annotated[
+        int | str | None, Meta(description="What the files may hold, such as 1TiB; the longest unused go.")
+    ] = None
     fsync: Annotated[bool, Meta(description="Files survive a power failure, not only a crash of the engine.")] = False
     io: Annotated[Literal["aio", "uring"], Meta(description="How POSIX asks the kernel.")] = "aio"
     bucket: Annotated[str | None, Meta(description="OBJ: the bucket; it must exist.")] = None
@@ -97,6 +101,19 @@ class NixlConnector(BaseConnector):
         finally:
             self._leave()
 
+    def touch(self, keys: Sequence[StoreKey]) -> None:
+        self._where.touch(keys)
+
+    def stats(self) -> StoreStats:
+        stats = super().stats()
+        if (room := self._where.room()) is not None:
+            try:
+                stats.num_values, stats.num_bytes = room.totals()
+            except OSError:
+                self._fault("listing")
+            stats.capacity_bytes, stats.evicted = room.capacity, room.evicted
+        return stats
+
     def gc(self) -> int:
         """Remove what dead writers and damaged values left; the bytes given back."""
         if not self._enter():
@@ -134,6 +151,7 @@ class NixlConnector(BaseConnector):
                 self._fault("timeout", statuses.count(Status.ERROR))
                 break
         self._where.set_aside([key for key, status in zip(keys, statuses, strict=True) if status is Status.CORRUPT])
+        self._where.touch([key for key, status in zip(keys, statuses, strict=True) if status is Status.HIT])
         return statuses
 
     def _put(self, keys: Sequence[StoreKey], views: Sequence[memoryview]) -> list[Status]:
@@ -194,7 +212,12 @@ class NixlConnector(BaseConnector):
 def _medium(config: NixlConfig) -> Medium:
     """Where the plug-in's values lie; `ConfigError` for settings that do not belong to it."""
     objects = {"bucket": config.bucket, "endpoint_url": config.endpoint_url, "region": config.region}
-    files = {"path": config.path, "direct": config.direct or None, "fsync": config.fsync or None}
+    files = {
+        "path": config.path,
+        "direct": config.direct or None,
+        "fsync": config.fsync or None,
+        "max_bytes": config.max_bytes,
+    }
     needed, allowed, others = ("bucket", objects, files) if config.plugin == "OBJ" else ("path", files, objects)
     if allowed[needed] is None:
         raise ConfigError(f"plugin {config.plugin!r} needs the key {needed!r}")
@@ -216,7 +239,11 @@ def _medium(config: NixlConfig) -> Medium:
     assert config.path is not None
     parameters = {f"use_{config.io}": "true"} if config.plugin == "POSIX" else {}
     try:
-        return Files(Path(config.path), parameters, direct=config.direct, fsync=config.fsync)
+        max_bytes = None if config.max_bytes is None else parse_bytes(config.max_bytes)
+    except ConfigError as error:
+        raise ConfigError(f"max_bytes: {error}") from None
+    try:
+        return Files(Path(config.path), parameters, direct=config.direct, fsync=config.fsync, max_bytes=max_bytes)
     except OSError as error:
         raise ConfigError(f"path {config.path!r} cannot be used: {error.strerror}") from None
 

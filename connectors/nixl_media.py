@@ -23,6 +23,7 @@ from kvtide.offload.values import HEADER_BYTES, BadValue
 from .lanes import ALIGNMENT
 from .nixl_agent import Agent, Piece
 from .s3 import S3Config, S3Connector
+from .shared_room import Room
 from .shared_tree import Tree
 
 _LEFTOVER_SECONDS = 24 * 3600.0
@@ -70,20 +71,38 @@ class Medium(Protocol):
     def gc(self) -> int:
         """Remove leftovers; the bytes given back. May raise `OSError`."""
 
+    def touch(self, keys: Sequence[StoreKey]) -> None:
+        """Note that values were used."""
+
+    def room(self) -> Room | None:
+        """The accounts of values that are bounded here; None where somebody else bounds them."""
+
     def close(self) -> None:
         """Let go of connections."""
 
 
 class Files:
-    """A directory of files, one per value, laid out as `shared_tree` says. May raise `OSError` when made."""
+    """A directory of files, one per value, laid out as `shared_tree` says. May raise `OSError` when made.
+
+    With `max_bytes` the longest unused go when it is reached, as in `shared_room`.
+    """
 
     remote_kind: Literal["FILE", "OBJ"] = "FILE"
 
-    def __init__(self, path: Path, parameters: Mapping[str, str], *, direct: bool, fsync: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        parameters: Mapping[str, str],
+        *,
+        direct: bool,
+        fsync: bool,
+        max_bytes: int | None = None,
+    ) -> None:
         self.parameters = parameters
         self._direct = direct
         self._fsync = fsync
         self._tree = _Tree(path / "nixl", read_only=False)
+        self._room = Room(self._tree, (), max_bytes, 0)
 
     def sizes(self, keys: Sequence[StoreKey]) -> Sequence[Answer]:
         return [self._size(key) for key in keys]
@@ -105,8 +124,13 @@ class Files:
     def write(self, agent: Agent, values: Sequence[Moved]) -> Sequence[Exception | None]:
         answers: list[Exception | None] = [None] * len(values)
         begun: dict[int, tuple[int, str]] = {}
+        reserved = []
         for at, value in enumerate(values):
             try:
+                if not self._room.reserve(value.num_bytes):
+                    answers[at] = OSError(errno.ENOSPC, "max_bytes is reached")
+                    continue
+                reserved.append(at)
                 begun[at] = self._tree.begin(value.key)
                 self._past_the_cache(begun[at][0])
             except OSError as refused:
@@ -119,13 +143,19 @@ class Files:
                 answers[at] = failed
                 with contextlib.suppress(OSError):
                     os.unlink(part)  # noqa: PTH108
+        for at in reserved:
+            self._room.settle(values[at].num_bytes, stored=answers[at] is None)
         return answers
 
     def delete(self, keys: Sequence[StoreKey]) -> Sequence[Status | Exception]:
         answers: list[Status | Exception] = []
         for key in keys:
             try:
-                answers.append(Status.DELETED if self._tree.remove(key) else Status.MISS)
+                size = self._tree.size(key)
+                removed = size is not None and self._tree.remove(key)
+                if size is not None and removed:
+                    self._room.changed(-1, -size)
+                answers.append(Status.DELETED if removed else Status.MISS)
             except OSError as error:
                 answers.append(error)
         return answers
@@ -136,7 +166,8 @@ class Files:
                 fd = self._tree.open(key)
                 if fd is not None:
                     try:
-                        self._tree.set_aside(key, fd)
+                        if self._tree.set_aside(key, fd):
+                            self._room.changed(-1, -os.fstat(fd).st_size)
                     finally:
                         os.close(fd)
 
@@ -147,7 +178,15 @@ class Files:
         return (Entry(found.key, found.num_bytes) for found in self._tree.walk())
 
     def gc(self) -> int:
-        return self._tree.sweep(_LEFTOVER_SECONDS, _LEFTOVER_SECONDS)
+        return self._tree.sweep(_LEFTOVER_SECONDS, _LEFTOVER_SECONDS) + self._room.trim()
+
+    def touch(self, keys: Sequence[StoreKey]) -> None:
+        for key in keys if self._room.capacity is not None else ():
+            with contextlib.suppress(OSError):
+                self._tree.touch(key)
+
+    def room(self) -> Room | None:
+        return self._room if self._room.capacity is not None else None
 
     def close(self) -> None:
         pass
@@ -261,6 +300,12 @@ class Objects:
 
     def gc(self) -> int:
         return self._s3.gc()
+
+    def touch(self, keys: Sequence[StoreKey]) -> None:
+        pass
+
+    def room(self) -> Room | None:
+        return None
 
     def close(self) -> None:
         self._s3.close()

@@ -68,6 +68,37 @@ class TestFiles(StoreConformance):
         file_of(place, key).write_bytes(data)
 
 
+class TestBoundedFiles(StoreConformance):
+    """With a bound of their own the files are counted, and the longest unused go."""
+
+    persistent = True
+    shared = True
+    holds = False
+    exact_stats = False  # two writers of one key count it twice, until the next count
+
+    def open_store(self, place: Path) -> Store:
+        return open_files(place, max_bytes="1GiB")
+
+    def open_small(self, place: Path, num_bytes: int) -> Store:
+        return open_files(place, max_bytes=num_bytes)
+
+    def test_the_longest_unused_go_first(self, place: Path) -> None:
+        with self.open_small(place, 1 << 20) as store:
+            put(store, [key_of(number) for number in range(20)], 50_000)
+            for number in range(20):  # by the clock of the file system: the last ones were used last
+                os.utime(file_of(place, key_of(number)), (number, number))
+            assert store.get_into([key_of(0)], [bytearray(50_000)]) == [Status.HIT]
+            put(store, [key_of(100)], 50_000)
+            assert store.contains([key_of(number) for number in (0, 1, 19, 100)]) == [
+                Status.HIT, Status.MISS, Status.HIT, Status.HIT,
+            ]  # fmt: skip
+            assert store.stats().evicted > 0
+
+    def test_objects_have_no_such_bound(self) -> None:
+        with pytest.raises(ConfigError, match="has no use for the key 'max_bytes'"):
+            NixlConnector(NixlConfig(plugin="OBJ", bucket="b", max_bytes=1))
+
+
 class TestDirectFiles(StoreConformance):
     """Past the page cache: files are whole pages. Bytes behind a value's end are nobody's."""
 
