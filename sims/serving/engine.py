@@ -26,6 +26,7 @@ from .job import Job, Step
 from .measured import MeasuredAcceptance
 from .offloading import OffloadUse
 from .reasoning import Reasoning, ReasoningCounts
+from .recording import Recording
 from .scheduler import Scheduler
 from .speculation import Acceptance
 from .tokens import output_tokens, prompt_tokens
@@ -124,6 +125,7 @@ class Engine:
         *,
         seed: int = 0,
         thinking_budget: int | None = None,
+        recording: Recording | None = None,
     ) -> None:
         if not schedulers:
             raise ConfigError("an engine needs at least one rank")
@@ -134,6 +136,9 @@ class Engine:
             for scheduler in self.schedulers:
                 scheduler.propose = acceptance.drafts_for
         self._thinking_budget = thinking_budget
+        self._recording = recording
+        for scheduler in self.schedulers:
+            scheduler.recording = recording
         self._reasoning: Reasoning | None = None
         self._random = np.random.default_rng(seed)
         self._times: dict[str, _Times] = {}
@@ -175,6 +180,8 @@ class Engine:
                     self._busy += seconds
                     in_flight.append((wave, start))
                     self._note(wave, now)
+                    if self._recording is not None:
+                        self._recording.step(self.schedulers, wave, start, device_free)
                     if len(in_flight) < self.schedulers[0].settings.steps_in_flight:
                         continue
             if in_flight:
@@ -187,6 +194,8 @@ class Engine:
             elif any(scheduler.awaits_turn for scheduler in self.schedulers):
                 continue
             elif moments := self._moments(coming):
+                if self._recording is not None:
+                    self._recording.idle(self.schedulers)
                 now = max(now, min(moments))
             elif any(scheduler.has_work for scheduler in self.schedulers):
                 raise KvtideError("the pool is too small: a request waits for blocks that nothing will give back")
@@ -207,6 +216,8 @@ class Engine:
         )
 
     def _tell_time(self, now: float) -> None:
+        if self._recording is not None:
+            self._recording.now = now
         for scheduler in self.schedulers:
             if scheduler.offload is not None:
                 scheduler.offload.transfers.now = now
@@ -229,6 +240,9 @@ class Engine:
         output = output_tokens(number, request)
         if len(prompt) >= self.schedulers[0].settings.max_model_len:
             refused.append(request.request_id)
+            if self._recording is not None:
+                longest = self.schedulers[0].settings.max_model_len
+                self._recording.refused(name, request.arrival_s, len(prompt), len(output), longest)
             return
         if self._reasoning and self._reasoning.thinks(request):
             output = self._reasoning.start(number, request, name, prompt, output)
@@ -242,6 +256,8 @@ class Engine:
         )
         self._times[name] = _Times()
         least = min(self.schedulers, key=lambda scheduler: 4 * len(scheduler.waiting) + len(scheduler.running))
+        if self._recording is not None:
+            self._recording.arrived(least, job)
         least.add(job)
 
     def _note(self, wave: Sequence[Step | None], now: float) -> None:
@@ -263,7 +279,10 @@ class Engine:
         accepted = self._acceptance.accept(step, self._random)
         if self._reasoning:
             accepted = self._reasoning.bound(step.parts, accepted)
-        for outcome in scheduler.complete(step, accepted):
+        outcomes = scheduler.complete(step, accepted)
+        if self._recording is not None:
+            self._recording.completed(outcomes)
+        for outcome in outcomes:
             if not outcome.num_sampled:
                 continue
             job = outcome.job
