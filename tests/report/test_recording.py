@@ -33,7 +33,7 @@ PLAN = Deployment(
 )
 # Prompts share their first block of 64 tokens; eight of them do not fit at once.
 CROWD = [
-    Request(str(i), 0.01 * i, 700, 60, hash_ids=(0, *range(100 * i, 100 * i + 10)), hash_block=64) for i in range(1, 9)
+    Request(str(i), 0.01 * i, 700, 500, hash_ids=(0, *range(100 * i, 100 * i + 10)), hash_block=64) for i in range(1, 9)
 ]
 
 
@@ -127,7 +127,7 @@ def test_the_story_of_a_request_alone() -> None:
 
 
 def test_the_story_names_who_preempted_whom_and_what_was_hit() -> None:
-    plan = replace(PLAN, kv_cache_memory_bytes=6 << 20)
+    plan = replace(PLAN, kv_cache_memory_bytes=4 << 20)
     run, recording = record(CROWD, plan, follow=[str(i) for i in range(1, 9)])
     assert run.preemptions
     stories = {story.name: story for story in recording.stories}
