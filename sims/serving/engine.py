@@ -175,13 +175,14 @@ class Engine:
                         if scheduler.offload is not None:
                             start = scheduler.offload.stall(start)
                     seconds = self._cost.stage_seconds(wave)
+                    begin = start
                     for stage, free in enumerate(stages_free):
                         start = stages_free[stage] = max(start, free) + seconds
                     self._busy += seconds
                     in_flight.append((wave, start))
                     self._note(wave, now)
                     if self._recording is not None:
-                        self._recording.step(self.schedulers, wave, start, device_free)
+                        self._recording.step(self.schedulers, wave, begin, start, seconds)
                     if len(in_flight) < self.schedulers[0].settings.steps_in_flight:
                         continue
             if in_flight:

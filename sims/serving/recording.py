@@ -119,11 +119,18 @@ class Recording:
         """The intervals from `start_s` on, each `interval_s` long."""
         return self._intervals
 
-    def step(self, schedulers: Sequence[Scheduler], wave: Sequence[Step | None], start_s: float, end_s: float) -> None:
-        """A step of all ranks was scheduled now, and will run from `start_s` to `end_s`."""
+    def step(
+        self,
+        schedulers: Sequence[Scheduler],
+        wave: Sequence[Step | None],
+        start_s: float,
+        end_s: float,
+        busy_s: float,
+    ) -> None:
+        """A step of all ranks was scheduled now; it will run from `start_s` to `end_s`, and `busy_s` on each device."""
         interval = self._at(self.now)
         interval.steps += 1
-        interval.busy_s += end_s - start_s
+        interval.busy_s += busy_s
         for scheduler, step in zip(schedulers, wave, strict=True):
             interval.running += len(scheduler.running)
             interval.waiting += len(scheduler.waiting)
