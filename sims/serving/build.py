@@ -24,6 +24,7 @@ from .gpus import GIB, GpuSpec
 from .kernel_curves import KernelCurves
 from .measured import MeasuredAcceptance
 from .offloading import Offload, OffloadedRows
+from .recording import Recording
 from .scheduler import Scheduler
 from .settings import DEFAULT_VERSION, EngineSettings, rules_of
 from .speculation import Acceptance, SpeculativeConfig
@@ -188,7 +189,7 @@ class Deployment:
             )
         return pool
 
-    def engine(self, seed: int = 0) -> Engine:
+    def engine(self, seed: int = 0, recording: Recording | None = None) -> Engine:
         """An engine ready to run; `ConfigError` when its pool cannot hold one request of `max_model_len`."""
         settings, geometry, pool = self.settings(), self.geometry(), self.pool_bytes()
         acceptance: Acceptance | MeasuredAcceptance = self.acceptance or Acceptance([])
@@ -215,6 +216,7 @@ class Deployment:
             acceptance,
             seed=seed,
             thinking_budget=None if self.ignores_budget else self.thinking_token_budget,
+            recording=recording,
         )
 
     def _offloaded(self, manager: HybridMemoryManager) -> OffloadedRows:

@@ -26,6 +26,7 @@ from .job import Job, Step
 from .measured import MeasuredAcceptance
 from .offloading import OffloadUse
 from .reasoning import Reasoning, ReasoningCounts
+from .recording import Recording
 from .scheduler import Scheduler
 from .speculation import Acceptance
 from .tokens import output_tokens, prompt_tokens
@@ -125,6 +126,7 @@ class Engine:
         *,
         seed: int = 0,
         thinking_budget: int | None = None,
+        recording: Recording | None = None,
     ) -> None:
         if not schedulers:
             raise ConfigError("an engine needs at least one rank")
@@ -135,6 +137,9 @@ class Engine:
             for scheduler in self.schedulers:
                 scheduler.propose = acceptance.drafts_for
         self._thinking_budget = thinking_budget
+        self._recording = recording
+        for scheduler in self.schedulers:
+            scheduler.recording = recording
         self._reasoning: Reasoning | None = None
         self._random = np.random.default_rng(seed)
         self._times: dict[str, _Times] = {}
@@ -172,11 +177,14 @@ class Engine:
                         if scheduler.offload is not None:
                             start = scheduler.offload.stall(start)
                     seconds = self._cost.stage_seconds(wave)
+                    begin = start
                     for stage, free in enumerate(stages_free):
                         start = stages_free[stage] = max(start, free) + seconds
                     self._busy += seconds
                     in_flight.append((wave, start))
                     self._note(wave, now)
+                    if self._recording is not None:
+                        self._recording.step(self.schedulers, wave, begin, start, seconds)
                     if len(in_flight) < self.schedulers[0].settings.steps_in_flight:
                         continue
             if in_flight:
@@ -189,6 +197,8 @@ class Engine:
             elif any(scheduler.awaits_turn for scheduler in self.schedulers):
                 continue
             elif moments := self._moments(coming):
+                if self._recording is not None:
+                    self._recording.idle(self.schedulers)
                 now = max(now, min(moments))
             elif any(scheduler.has_work for scheduler in self.schedulers):
                 raise KvtideError("the pool is too small: a request waits for blocks that nothing will give back")
@@ -210,6 +220,8 @@ class Engine:
         )
 
     def _tell_time(self, now: float) -> None:
+        if self._recording is not None:
+            self._recording.now = now
         for scheduler in self.schedulers:
             if scheduler.offload is not None:
                 scheduler.offload.transfers.now = now
@@ -232,6 +244,9 @@ class Engine:
         output = output_tokens(number, request)
         if len(prompt) >= self.schedulers[0].settings.max_model_len:
             refused.append(request.request_id)
+            if self._recording is not None:
+                longest = self.schedulers[0].settings.max_model_len
+                self._recording.refused(name, request.arrival_s, len(prompt), len(output), longest)
             return
         if self._reasoning and self._reasoning.thinks(request):
             output = self._reasoning.start(number, request, name, prompt, output)
@@ -245,6 +260,8 @@ class Engine:
         )
         self._times[name] = _Times()
         least = min(self.schedulers, key=lambda scheduler: 4 * len(scheduler.waiting) + len(scheduler.running))
+        if self._recording is not None:
+            self._recording.arrived(least, job)
         least.add(job)
 
     def _note(self, wave: Sequence[Step | None], now: float) -> None:
@@ -268,7 +285,10 @@ class Engine:
         accepted = self._acceptance.accept(step, self._random)
         if self._reasoning:
             accepted = self._reasoning.bound(step.parts, accepted)
-        for outcome in scheduler.complete(step, accepted):
+        outcomes = scheduler.complete(step, accepted)
+        if self._recording is not None:
+            self._recording.completed(outcomes)
+        for outcome in outcomes:
             if not outcome.num_sampled:
                 continue
             job = outcome.job

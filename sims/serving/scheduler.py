@@ -34,6 +34,7 @@ from kvtide.kvcache.specs import Int64Array
 from .job import Job, Scheduled, Step
 from .offloading import OffloadedRows
 from .queue import WaitingQueue
+from .recording import Recording
 from .room import Room
 from .settings import MAX_DRAFTS, EngineSettings
 
@@ -127,6 +128,7 @@ class Scheduler:
         # How many drafts a job gets, at most so many, where that depends on its text; None: as many as may be.
         self.propose: Callable[[Job, int], int] | None = None
         self._call = 0
+        self.recording: Recording | None = None
         self._preempted: list[Job] = []  # since the last step; a call that ends without one can preempt too
         self._in_flight: deque[Step] = deque()
 
@@ -180,6 +182,8 @@ class Scheduler:
         if not preempted:
             self._admit_waiting(batch, threshold)
         self._preempted += preempted
+        if self.recording is not None and len(self.waiting):
+            self.recording.waits(self, batch.limit, bool(preempted))
         if not batch.parts:
             return None
         step = Step(tuple(batch.parts), tuple(self._preempted))
@@ -259,6 +263,9 @@ class Scheduler:
                 victim = self.running[-1]
             if victim.in_flight:
                 return False
+            if self.recording is not None:
+                short = self.manager.pool.pages_short((batch.needs + need).tolist())
+                self.recording.preempted(self, victim, job, short)
             self.running.remove(victim)
             if batch.drop(victim):
                 batch.needs = self._needs(batch.parts)
@@ -384,7 +391,10 @@ class Scheduler:
     def _start_row(self, job: Job) -> tuple[int, int]:
         if job.row is not None:
             if job.num_output != 1 or self.manager.num_tokens(job.row) > job.num_prompt:
-                return job.row, (self.offload or self.manager).resume(job.row).num_cached_tokens
+                resumed = (self.offload or self.manager).resume(job.row)
+                if self.recording is not None:
+                    self.recording.looked_up(job, resumed)
+                return job.row, resumed.num_cached_tokens
             # The manager has not seen the first sampled token, without which it would not look for the whole prompt.
             self._give_up_row(job)
         try:
@@ -409,6 +419,8 @@ class Scheduler:
         if self.offload is not None:
             options["turn_ends"] = job.turn_ends
         admission = (self.offload or self.manager).admit(job.request_id, job.known_tokens(), **options)
+        if self.recording is not None:
+            self.recording.looked_up(job, admission)
         return admission.row, admission.num_cached_tokens
 
     # -- before and after a step --------------------------------------------------------------------------------------
