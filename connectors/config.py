@@ -9,6 +9,7 @@ read as YAML. Unknown keys and bad values are errors that name the key, the valu
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -184,7 +185,9 @@ def _read_file(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"configuration {str(path)!r} cannot be read: {reason}") from None
+        # What is no path at all may be a whole document.
+        name = _show(str(path)) if getattr(error, "errno", 0) == errno.ENAMETOOLONG else repr(str(path))
+        raise ConfigError(f"configuration {name} cannot be read: {reason}") from None
 
 
 def _override(data: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:

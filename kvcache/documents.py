@@ -19,8 +19,9 @@ from .errors import ConfigError
 
 Input = str | PathLike[str] | Mapping[str, Any]
 
-# A config is a few KiB; a checkpoint given by mistake is gigabytes and must not be read into memory.
-_MAX_BYTES = 16 * 2**20
+# A config is a few KiB; a checkpoint given by mistake is gigabytes and must not be read into memory. YAML takes ten
+# seconds a MiB.
+_MAX_BYTES = {"JSON": 16 * 2**20, "YAML": 2**20}
 
 
 class Document(NamedTuple):
@@ -61,9 +62,9 @@ def _read(source: Input, file_name: str, language: str, parse: Callable[[str, st
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path} is not a regular file; a {language} config is one")
         with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-        if len(content) > _MAX_BYTES:
-            raise ConfigError(f"{path} is larger than {_MAX_BYTES} bytes; a {language} config is not")
+            content = file.read(_MAX_BYTES[language] + 1)
+        if len(content) > _MAX_BYTES[language]:
+            raise ConfigError(f"{path} is larger than {_MAX_BYTES[language]} bytes; a {language} config is not")
         text = content.decode("utf-8-sig")
     except TypeError:
         raise ConfigError(f"cannot read {shown(source)}; give a path, a folder or a mapping") from None

@@ -8,7 +8,6 @@ was not used) stays at its default, because a weak pull towards the defaults is 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,6 +20,8 @@ import numpy.typing as npt
 from kvtide.kvcache import ConfigError, ModelLayout, TraceError
 
 from ..traces import Request
+from ..traces.fields import count, seconds, value_of
+from ..traces.tracefile import TraceFile, show
 from .build import Deployment
 from .cost import Efficiency, Parallel
 from .engine import Run
@@ -36,6 +37,7 @@ ROUNDS = 4
 PULL = 0.02
 STEP = 0.05
 LOW, HIGH = 0.02, 1.0
+_MAX_ARGUMENT = 2**31 - 1
 
 
 class RecordedRun(NamedTuple):
@@ -68,22 +70,12 @@ class Fit(NamedTuple):
 
 def read_run(folder: Path) -> RecordedRun:
     """Read a recorded run; `TraceError` names the file, and the line, that cannot be read."""
-    try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        arguments = meta["engine_kwargs"]
-        lines = (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise TraceError(f"{error.filename}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise TraceError(f"{folder / 'meta.json'}: is no JSON object with engine_kwargs") from None
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            seconds = [float(row[key]) for key in ("queued_ts", "first_token_ts", "last_token_ts")]
-            rows.append(_Row(str(row["request_id"]), int(row["input_toks"]), int(row["output_toks"]), *seconds))
-        except (ValueError, KeyError, TypeError):
-            raise TraceError(f"{folder / 'requests.jsonl'}: line {number} is no request of a recorded run") from None
+    meta = TraceFile(folder / "meta.json").document()
+    arguments = meta.get("engine_kwargs") if isinstance(meta, dict) else None
+    if not isinstance(arguments, dict):
+        raise TraceError(f"{folder / 'meta.json'}: is no JSON object with engine_kwargs")
+    file = TraceFile(folder / "requests.jsonl")
+    rows = [_row(row, file) for row in file.objects()]
     if not rows:
         raise TraceError(f"{folder / 'requests.jsonl'}: has no requests")
     begin = min(row.queued for row in rows)
@@ -97,21 +89,38 @@ def read_run(folder: Path) -> RecordedRun:
     return RecordedRun(folder.name, arguments, requests, measured)
 
 
+def _row(row: Mapping[str, Any], file: TraceFile) -> _Row:
+    name, prompt, output, *moments = (
+        value_of(row, key, file)
+        for key in ("request_id", "input_toks", "output_toks", "queued_ts", "first_token_ts", "last_token_ts")
+    )
+    queued, first, last = (seconds(moment, "a time of a request", file) for moment in moments)
+    if not queued <= first <= last:
+        raise file.error(f"the first token at {first} and the last at {last} do not follow the queueing at {queued}")
+    return _Row(str(name), count(prompt, "input_toks", file), count(output, "output_toks", file), queued, first, last)
+
+
+def _argument(run: RecordedRun, name: str) -> int | None:
+    value = run.arguments.get(name)
+    if value is not None and (type(value) is not int or not 1 <= value <= _MAX_ARGUMENT):
+        raise TraceError(f"{run.name}: {name} is {show(value)}, but must be a whole number from 1 to {_MAX_ARGUMENT}")
+    return value
+
+
 def deployment_of(run: RecordedRun, layout: ModelLayout, work: ModelWork, gpu: GpuSpec) -> Deployment:
     """The deployment that a run's arguments describe."""
-    arguments = run.arguments
-    data = int(arguments.get("data_parallel_size") or 1)
-    if data > 1 and not arguments.get("enable_expert_parallel"):
+    data = _argument(run, "data_parallel_size") or 1
+    if data > 1 and not run.arguments.get("enable_expert_parallel"):
         raise ConfigError(f"{run.name}: data-parallel ranks without expert parallelism are engines of their own")
     return Deployment(
         layout,
         work,
         gpu,
-        Parallel(int(arguments.get("tensor_parallel_size") or 1), data),
+        Parallel(_argument(run, "tensor_parallel_size") or 1, data),
         policy="grouped",
-        max_model_len=arguments.get("max_model_len"),
-        max_num_seqs=arguments.get("max_num_seqs"),
-        max_num_batched_tokens=arguments.get("max_num_batched_tokens"),
+        max_model_len=_argument(run, "max_model_len"),
+        max_num_seqs=_argument(run, "max_num_seqs"),
+        max_num_batched_tokens=_argument(run, "max_num_batched_tokens"),
     )
 
 

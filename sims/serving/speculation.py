@@ -156,7 +156,7 @@ def read_speculative_config(
     if isinstance(source, str) and source.lstrip().startswith("{"):
         try:
             source = yaml.safe_load(source)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):
             raise ConfigError(f"speculative config {shown(source)} is neither JSON nor YAML") from None
     raw = dict(read_yaml(source, "speculative.yaml").data)
     if "tensor_parallel_size" in raw:

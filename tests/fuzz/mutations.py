@@ -86,6 +86,7 @@ def as_text(value: Any) -> str:
 def _edit_json(seed: Any, edits: list[tuple[str, int, str, Any]]) -> Any:
     root = [deepcopy(seed)]
     for kind, place, name, value in edits:
+        value = deepcopy(value)  # strategies hand out the same object again
         spots = list(_spots(root))
         holder, key = spots[place % len(spots)]
         inner = holder[key]

@@ -76,6 +76,31 @@ TINY_PARAMS = {
     "max_seq_len": 4096,
 }
 
+SPECULATIVE = [
+    {"method": "mtp", "num_speculative_tokens": 2},
+    {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+    {"model": "draft", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1, "max_model_len": 100},
+    {
+        "method": "suffix",
+        "num_speculative_tokens": 3,
+        "suffix_decoding_max_tree_depth": 24,
+        "suffix_decoding_max_spec_factor": 1.0,
+        "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 8, 1]],
+    },
+]
+RECORDED_META = {
+    "engine_kwargs": {"tensor_parallel_size": 1, "data_parallel_size": 1, "enable_expert_parallel": False}
+    | {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 4096}
+}
+RECORDED_REQUEST = {
+    "request_id": "r",
+    "input_toks": 100,
+    "output_toks": 7,
+    "queued_ts": 1.0,
+    "first_token_ts": 2.0,
+    "last_token_ts": 3.5,
+}
+
 CONNECTORS: list[dict[str, Any]] = [
     {"kv_connector": "LMDBConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"path": "kv"}},
     {

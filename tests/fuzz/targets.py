@@ -38,6 +38,10 @@ from kvtide.offload.conformance import key_of, value_of
 from kvtide.offload.sealing import landing, seal, unseal
 from kvtide.offload.store import Status, Store
 from kvtide.offload.values import BadValue, parse_header
+from kvtide.sims.serving.calibrate import deployment_of, read_run
+from kvtide.sims.serving.gpus import gpu_of
+from kvtide.sims.serving.speculation import read_speculative_config
+from kvtide.sims.serving.work import read_work
 from kvtide.sims.traces import FORMATS, open_trace
 
 MAX_MESSAGE = 2000
@@ -216,6 +220,38 @@ def _traces() -> st.SearchStrategy[Any]:
         },
     )
     return st.tuples(files | folders, options)
+
+
+def read_speculation(example: Any, folder: Path) -> None:
+    """vLLM's speculative config, as an object or inline."""
+    if isinstance(example, dict):
+        read_speculative_config(example, n_predict=1)
+    read_speculative_config(example if isinstance(example, str) else as_text(example), n_predict=1)
+
+
+def read_recorded_run(example: Any, folder: Path) -> None:
+    """A folder of `meta.json` and `requests.jsonl`, up to the deployment that it describes."""
+    meta, requests = example
+    (folder / "meta.json").write_bytes(meta)
+    (folder / "requests.jsonl").write_bytes(requests)
+    run = read_run(folder)
+    config = seeds.TINY_CONFIG | {"vocab_size": 1000, "intermediate_size": 1024}
+    deployment_of(run, ModelLayout.from_hf(config), read_work(config), gpu_of("h100")[0])
+
+
+def _speculation() -> st.SearchStrategy[Any]:
+    objects = edited_json(seeds.SPECULATIVE) | random_json([key for each in seeds.SPECULATIVE for key in each])
+    odd = st.sampled_from(["{a: 2024-13-45}", "{" * 3000, "{a: 0x" + "f" * 5000 + "}", "{? [1]: 2}", "{&a b: *a}", "{a: &a [*a]}"])
+    texts = edited_bytes([json.dumps(each).encode() for each in seeds.SPECULATIVE])
+    return objects | odd | texts.map(lambda text: text.decode("utf-8", "replace"))
+
+
+def _recorded_runs() -> st.SearchStrategy[Any]:
+    def document(seed: dict[str, Any]) -> st.SearchStrategy[bytes]:
+        text = json.dumps(seed).encode()
+        return edited_json([seed]).map(lambda data: as_text(data).encode("utf-8", "surrogatepass")) | edited_bytes([text]) | st.just(text)
+
+    return st.tuples(document(seeds.RECORDED_META), document(seeds.RECORDED_REQUEST))
 
 
 # Values and stores ----------------------------------------------------------------------------------------------------
@@ -430,8 +466,10 @@ def _commands() -> st.SearchStrategy[Any]:
             lambda parts: [*path, *(text for part in (*parts[0], *few, *parts[1]) for text in part)]
         )
 
-    strategies = [arguments(path, command) for path, command in _walk(command_line.cli, [])]
-    anything = st.lists(st.sampled_from([*command_line.COMMANDS, "-h", "--version", "--json", "--", "x"]) | junk, max_size=4)
+    # `demo` takes nothing, and a second and 2 GiB of addresses every time.
+    names = [name for name in command_line.COMMANDS if name != "demo"]
+    strategies = [arguments(path, command) for path, command in _walk(command_line.cli, []) if path != ["demo"]]
+    anything = st.lists(st.sampled_from([*names, "-h", "--version", "--json", "--", "x"]) | junk, max_size=4)
     found = st.one_of(*strategies, anything).filter(lambda words: not any("\0" in word for word in words))
     return st.tuples(found, st.fixed_dictionaries(files))
 
@@ -477,6 +515,8 @@ def make_targets() -> dict[str, Callable[[], Target]]:
         "layouts": lambda: Target(_layouts(), read_layout, 300),
         "connectors": lambda: Target(_connectors(), read_connector, 400),
         "traces": lambda: Target(_traces(), read_trace, 400),
+        "speculation": lambda: Target(_speculation(), read_speculation, 300),
+        "recorded runs": lambda: Target(_recorded_runs(), read_recorded_run, 300),
         "values": lambda: Target(_values(), read_value, 500),
         "shared files": lambda: Target(
             st.tuples(st.sampled_from(CODEC_NAMES), seed, st.integers(0, len(SIZES) - 1)), read_shared_file, 40

@@ -109,6 +109,7 @@ class Engine:
         self.texts: dict[str, list[int]] = {}
         self.names: dict[int, str] = {}
         self.queries = 0
+        self.tokens_checked = 0
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -183,6 +184,7 @@ class Engine:
                 if self.checks:
                     expected = self.places[group.number, table].content(history)
                     assert (found == expected).all(), f"{group.name} of row {row}: the query at {committed}"
+                    self.tokens_checked += len(positions)
                 outputs.append(attend(found, committed))
         return int(sum(outputs) * 1e6) % 1000
 

@@ -262,7 +262,7 @@ def test_calibration_finds_the_efficiencies_that_made_a_run(tmp_path: Path) -> N
         (None, "", r"meta\.json: cannot be read"),
         ("[]", "", "no JSON object with engine_kwargs"),
         ('{"engine_kwargs": {}}', "", "has no requests"),
-        ('{"engine_kwargs": {}}', "{}", "line 1 is no request"),
+        ('{"engine_kwargs": {}}', "{}", "line 1: has no key 'request_id'"),
     ],
     ids=["missing", "list", "empty", "row"],
 )
