@@ -16,7 +16,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "_ext"))
 
 import api_pages  # noqa: E402
+import benchmark_page  # noqa: E402
 import docstrings  # noqa: E402
+import integration_page  # noqa: E402
 import pictures  # noqa: E402
 import settings_page  # noqa: E402
 
@@ -26,10 +28,9 @@ copyright = author
 release = version = metadata.version("kvtide")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_click", "sphinx.ext.viewcode"]
-exclude_patterns = ["_ext", "public-api.txt"]
+exclude_patterns = ["_ext", "generated/configuration.md", "generated/benchmarks.md"]  # which others include
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 myst_heading_anchors = 3
-suppress_warnings = ["myst.strikethrough"]
 
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
@@ -37,8 +38,6 @@ autodoc_class_signature = "mixed"
 autodoc_member_order = "bysource"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
-# A base that a class is built from, and that is no name of anyone's.
-nitpicky = False
 
 html_theme = "furo"
 html_title = f"kvtide {release}"
@@ -53,7 +52,8 @@ pygments_style = "friendly"
 def setup(app: Any) -> None:
     """Generate pages and pictures, and read docstrings as the Markdown that they are."""
     generated = HERE / "generated"
-    for name, text in {**api_pages.pages(), **settings_page.pages(), **pictures.pictures()}.items():
+    sources = (api_pages.pages, settings_page.pages, benchmark_page.pages, integration_page.pages, pictures.pictures)
+    for name, text in (item for source in sources for item in source().items()):
         path = generated / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.read_text(encoding="utf-8") != text:
