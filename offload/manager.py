@@ -67,9 +67,10 @@ class _Load:
 class OffloadStats(NamedTuple):
     """Now and since the start.
 
-    `tokens` of requests by where they were hit: `device`, `store`. `bytes_by_kind`: by `(device, store or stored, layer
-    kind)`, what hits took over from each and what was given to puts. `counts`: what was dropped, given up or failed, by
-    name. Rows that are looked up or loaded, bytes held for puts, and free staging bytes are of now.
+    `tokens` of requests by where they were hit: `device`, `store`. `bytes_by_kind`: by place (`device`, `store` or
+    `stored`) and layer kind, what hits took over from each and what was given to puts. `counts`: what was dropped,
+    given up or failed, by name. Rows that are looked up or loaded, bytes held for puts, and free staging bytes are of
+    now.
     """
 
     tokens: dict[str, int]
