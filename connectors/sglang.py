@@ -1,6 +1,6 @@
 """`KvtideHiCacheStorage`: any kvtide store behind SGLang's hierarchical cache, hybrid pools included.
 
-    sglang serve MODEL --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-mem-layout page_first
+    python -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache --hicache-storage-backend dynamic
         --hicache-storage-backend-extra-config '{"backend_name": "kvtide", "module_path": "kvtide.connectors.sglang",
             "class_name": "KvtideHiCacheStorage", "interface_v1": 1,
             "store": {"kv_connector": "LMDBConnector", "kv_connector_extra_config": {"path": "/var/kv"}}}'
@@ -339,7 +339,7 @@ def _weights_name(given: str | None, served_name: str | None) -> str:
     draft = getattr(spec, "speculative_draft_model_path", None)
     name = given
     if name is None and getattr(model, "load_format", None) == "dummy":
-        name = f"{model.model_path} dummy {getattr(model, 'random_seed', None)}"
+        name = f"{model.model_path} dummy"  # random, but the same in every process
     parts = [_identity(model.model_path, model.revision) if name is None else name]
     parts += [str(getattr(model, field, None)) for field in fields]
     parts += [_identity(draft, getattr(spec, "speculative_draft_model_revision", None)) if draft else ""]

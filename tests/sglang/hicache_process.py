@@ -1,6 +1,7 @@
 """SGLang's own cache controllers and host pools on a CPU, driven by lines of JSON; run by the Python that has SGLang.
 
-    {"do": "open", "name": "a", "pool": {...}, "rank": {...}, "extra": {...}}   a controller, as a scheduler makes one
+    {"do": "open", "name": "a", "pool": {...}, "rank": {...}, "extra": {...}}   a controller, as a scheduler makes one;
+                                                               with "server", under such server arguments of SGLang
     {"do": "write", "name": "a", "tokens": [...], "data": 1}   pages of data go to storage; answers tokens written
     {"do": "fetch", "name": "a", "tokens": [...], "data": 1}   hit, loaded and sound tokens, and pages of other pools
     {"do": "clear" | "counts" | "stats" | "close", "name": "a"}
@@ -46,7 +47,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost, get_mha_hos
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_context, get_parallel
 
 base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # pools here are small
 WAIT_S = 60.0
@@ -127,7 +128,14 @@ def mamba_pool(layout: str) -> MambaPoolHost:
 class Opened:
     """One scheduler process's part: pools, a controller, a storage backend."""
 
-    def __init__(self, pool: dict[str, Any], rank: dict[str, int], extra: dict[str, Any], model: str) -> None:
+    def __init__(
+        self,
+        pool: dict[str, Any],
+        rank: dict[str, int],
+        extra: dict[str, Any],
+        model: str,
+        server: dict[str, Any] | None,
+    ) -> None:
         self.page = int(pool.get("page", 4))
         self.window = int(pool.get("window", 0))  # pages of a sliding window
         self.has_state = bool(pool.get("state", False))
@@ -150,6 +158,8 @@ class Opened:
         self.group = HostPoolGroup(entries)
         parallel = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_dcp_size": 1, "attn_dcp_rank": 0}
         self.stack = ExitStack()
+        if server is not None:
+            self.stack.enter_context(get_context().override_server_args(**server))
         self.stack.enter_context(get_parallel().override(**(parallel | rank)))
         allocator = SimpleNamespace(get_kvcache=lambda: device)
         parsed, threshold, *_ = HybridCacheController.parse_storage_backend_extra_config(json.dumps(extra))
@@ -296,7 +306,9 @@ def main() -> None:
             envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE.set(command["probability"])
         elif do == "open":
             try:
-                opened[name] = Opened(command["pool"], command["rank"], command["extra"], command["model"])
+                opened[name] = Opened(
+                    command["pool"], command["rank"], command["extra"], command["model"], command["server"]
+                )
             except Exception as error:
                 answer["error"] = f"{type(error).__name__}: {error}"
         elif do in ("write", "fetch"):

@@ -52,15 +52,21 @@ class HiCaches:
         """Everything that SGLang and the backend have logged."""
         return self._log.read_text()
 
-    def open(
-        self, name: str, store: dict[str, Any], *, model: str = "m", pool: Any = None, rank: Any = None, **settings: Any
-    ) -> Cache:
-        answer = self.try_open(name, store, model=model, pool=pool, rank=rank, **settings)
+    def open(self, name: str, store: dict[str, Any], **more: Any) -> Cache:
+        answer = self.try_open(name, store, **more)
         assert "error" not in answer, answer["error"]
         return Cache(self, name)
 
     def try_open(
-        self, name: str, store: dict[str, Any], *, model: str = "m", pool: Any = None, rank: Any = None, **settings: Any
+        self,
+        name: str,
+        store: dict[str, Any],
+        *,
+        model: str = "m",
+        pool: dict[str, Any] | None = None,
+        rank: dict[str, int] | None = None,
+        server: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> dict[str, Any]:
         extra = {
             "backend_name": "kvtide",
@@ -72,7 +78,7 @@ class HiCaches:
             **settings,
         }
         pool = {"kind": "mha", "layout": "page_first", "page": PAGE, **(pool or {})}
-        return self.ask("open", name, pool=pool, rank=rank or {}, extra=extra, model=model)
+        return self.ask("open", name, pool=pool, rank=rank or {}, extra=extra, model=model, server=server)
 
     def kill(self) -> None:
         self._process.kill()

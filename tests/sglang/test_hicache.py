@@ -185,6 +185,24 @@ def test_salts_share_nothing(hicaches: HiCaches, tmp_path: Path) -> None:
     cache.close()
 
 
+def test_weights_are_named_by_what_they_are_not_by_what_they_are_served_as(hicaches: HiCaches, tmp_path: Path) -> None:
+    tokens, store = prompt(1, 200), shared(tmp_path / "kv")
+    servers: dict[str, dict[str, Any]] = {}
+    for name, content in (("one", bytes(9999)), ("copy", bytes(9999)), ("two", bytes(9998) + b"x")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(content)
+        servers[name] = {"model_path": str(tmp_path / name)}
+    servers["quantized"] = {**servers["one"], "quantization": "fp8"}
+    servers["dummy"] = {**servers["one"], "load_format": "dummy"}
+    one = hicaches.open("one", store, server=servers["one"])
+    assert one.write(tokens) == 200
+    one.close()
+    for name, server in servers.items():
+        other = hicaches.open("other", store, server=server, model="m" if name != "copy" else "served as another")
+        assert other.fetch(tokens)["hit"] == (200 if name in ("one", "copy") else 0), name
+        other.close()
+
+
 def test_clear_leaves_other_models_alone(hicaches: HiCaches, tmp_path: Path) -> None:
     tokens = prompt(1, 200)
     one = hicaches.open("one", shared(tmp_path / "kv"), pool={"window": 2})
