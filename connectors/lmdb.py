@@ -168,10 +168,11 @@ class LMDBConnector(BaseConnector):
                 stats.evicted = self._space.evicted
                 if self._space.no_room:
                     stats.faults["no room for a segment"] = self._space.no_room
-            stats.capacity_bytes = self._limits.max_bytes
         else:
             sizes = [entry.num_bytes for entry in self.scan()]
             stats.num_values, stats.num_bytes = len(sizes), sum(sizes)
+        # A reader's is its own configuration's, which is the writer's where they share it.
+        stats.capacity_bytes = self._limits.max_bytes
         return stats
 
     def gc(self) -> int:
