@@ -55,7 +55,8 @@ class _Sequence:
     """A row of the batch: its tokens (padding left out), and its row in the manager once it is admitted.
 
     `computed` tokens have been computed, although a preempted row may have to compute them again. `wanted` are the
-    positions whose logits the forward call in progress wants, and the column of its result for each. `boundary`: where a recurrent model's state is kept, for later prompts.
+    positions whose logits the forward call in progress wants, and the column of its result for each. `boundary`: where
+    a recurrent model's state is kept, for later prompts.
     """
 
     tokens: list[int] = field(default_factory=list)

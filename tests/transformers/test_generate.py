@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5")
 
 import torch
 from tiny_models import FAMILIES, VOCABULARY, WINDOW, ragged, tiny_model
