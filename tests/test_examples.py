@@ -15,8 +15,8 @@ pytest.importorskip("transformers", minversion="5")
 
 import torch
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests/transformers")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parent / "transformers"))
 
 import tiny_engine
 from tiny_engine import Request, TinyEngine, ngram_drafts, verify
