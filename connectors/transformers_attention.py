@@ -303,9 +303,10 @@ def attention(
         raise ConfigError(f"kvtide's attention is causal and has no dropout, not is_causal={causal}, dropout={dropout}")
     place, step, latent = update
     spec, group = place.spec, step.groups[place.group]
-    window = spec.window if isinstance(spec, SlidingWindow | SlidingWindowMLA) else None
-    if sliding_window is not None and sliding_window != window:
-        raise ConfigError(f"layer {place.layer} has a window of {sliding_window}; by its config it has {window}")
+    held = spec.window if isinstance(spec, SlidingWindow | SlidingWindowMLA) else None
+    window = held if sliding_window is None else sliding_window
+    if held is not None and window is not None and window > held:
+        raise ConfigError(f"layer {place.layer} has a window of {window} tokens; by its config {held} are held")
     batch, heads, count, dim = query.shape
     tokens = query.transpose(1, 2).flatten(0, 1)
     scale = dim**-0.5 if scaling is None else scaling

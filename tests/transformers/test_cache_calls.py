@@ -229,6 +229,14 @@ def test_versions_whose_layers_keep_latents_and_states_elsewhere(monkeypatch: py
         KvtideCache(tiny_model("qwen3-next"), memory="1MiB")
 
 
+def test_a_window_that_grew_after_the_cache_was_made() -> None:
+    pair = Pair("mistral")
+    pair.model.config.sliding_window = 48
+    with pytest.raises(ConfigError, match="layer 0 has a window of 48 tokens; by its config 24 are held"):
+        pair.logits(**ragged(18, [9]))
+    pair.cache.close()
+
+
 def test_rows_that_are_repeated_and_chosen(pair: Pair) -> None:
     ids, more = ragged(16, [30, 30])["input_ids"], ragged(17, [4, 4, 4])["input_ids"]
     pair.logits(input_ids=ids)
