@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+import transformers
 from transformers import AttentionInterface, Cache
 
 from kvtide.hma import HybridMemoryManager, Reservation
@@ -157,6 +158,11 @@ def places_of(manager: HybridMemoryManager, arena: Arena) -> dict[int, Place]:
                 f"layers {list(group.fmt.group.layers)} are {spec.label} ({spec.kind}), which the transformers bridge "
                 "does not serve; it serves full attention, sliding windows, MLA without indexers, and gated delta nets"
             )
+        if isinstance(spec, RecurrentState) and not hasattr(Cache, "get_recurrent_state"):
+            raise ConfigError(
+                f"layers {list(group.fmt.group.layers)} are recurrent, and transformers {transformers.__version__} "
+                "keeps their states outside of its cache interface; use 5.24 or later"
+            )
         for layer in group.fmt.group.layers:
             views = {part.name: arena.view(layer, part.name) for part in spec.components()}
             places[layer] = Place(layer, spec, group.name, group.fmt.place(layer)[0], views)
@@ -176,8 +182,7 @@ class StepCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the step's keys `[b, kv_heads, n, dim]` and values (of MLA: latent and rotary key) into its slots."""
         place, step = self._at(layer_idx)
-        group, spec = step.groups[place.group], place.spec
-        slots = group.slots[place.table]
+        spec = place.spec
         if isinstance(spec, MLA):
             dims = key_states.shape[1], key_states.shape[3], value_states.shape[3]
             if dims != (1, spec.kv_lora_rank, spec.rope_dim):
@@ -187,11 +192,12 @@ class StepCache(Cache):
                     "use 5.24 or later"
                 )
             latent = torch.cat((key_states, value_states), dim=-1).flatten(0, 2)
+            slots = step.groups[place.group].slots[place.table]
             write_latent(latent, slots, place.views["latent"], latent_dim=spec.kv_lora_rank, rope_dim=spec.rope_dim)
             _updated.set(_Update(place, step, latent))
             return key_states[:, :, -1:], value_states[:, :, -1:]
         key, value = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
-        write_kv(key, value, slots, place.views["k"], place.views["v"])
+        write_kv(key, value, step.groups[place.group].slots[place.table], place.views["k"], place.views["v"])
         _updated.set(_Update(place, step, None))
         return key_states, value_states
 
@@ -297,9 +303,10 @@ def attention(
         raise ConfigError(f"kvtide's attention is causal and has no dropout, not is_causal={causal}, dropout={dropout}")
     place, step, latent = update
     spec, group = place.spec, step.groups[place.group]
-    window = spec.window if isinstance(spec, SlidingWindow | SlidingWindowMLA) else None
-    if sliding_window is not None and sliding_window != window:
-        raise ConfigError(f"layer {place.layer} has a window of {sliding_window}; by its config it has {window}")
+    held = spec.window if isinstance(spec, SlidingWindow | SlidingWindowMLA) else None
+    window = held if sliding_window is None else sliding_window
+    if held is not None and window is not None and window > held:
+        raise ConfigError(f"layer {place.layer} has a window of {window} tokens; by its config {held} are held")
     batch, heads, count, dim = query.shape
     tokens = query.transpose(1, 2).flatten(0, 1)
     scale = dim**-0.5 if scaling is None else scaling

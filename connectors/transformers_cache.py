@@ -29,6 +29,7 @@ from kvtide.kvcache.arena import Arena
 from kvtide.kvcache.solver import solve_geometry
 from kvtide.offload.manager import OffloadManager
 from kvtide.offload.policies import LoadPolicy, StorePolicy
+from kvtide.offload.store import Store
 from kvtide.offload.transfers import Transfers
 
 from .config import TransferConfig, load_config, open_store
@@ -55,7 +56,8 @@ class _Sequence:
     """A row of the batch: its tokens (padding left out), and its row in the manager once it is admitted.
 
     `computed` tokens have been computed, although a preempted row may have to compute them again. `wanted` are the
-    positions whose logits the forward call in progress wants, and the column of its result for each. `boundary`: where a recurrent model's state is kept, for later prompts.
+    positions whose logits the forward call in progress wants, and the column of its result for each. `boundary`: where
+    a recurrent model's state is kept, for later prompts.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -70,8 +72,8 @@ class KvtideCache(Cache):
 
     `memory` is in bytes, or text such as "4GiB". `store` is a kvtide store configuration (a mapping, JSON text or a
     path): prefixes go on in it, across processes. `model_id` names the weights there; by default they are sampled.
-    `max_requests` bounds the batch (beams included; beam search needs twice its rows), `max_model_len` a sequence's
-    tokens, `max_step_tokens` what one pass through the model computes. `ConfigError` for what does not fit.
+    `max_requests` bounds the batch, beams included, `max_model_len` a sequence's tokens, `max_step_tokens` what one
+    pass through the model computes. `ConfigError` for what does not fit.
 
     The model's forward is wrapped and its attention implementation set to kvtide's, until `close`.
     """
@@ -104,11 +106,16 @@ class KvtideCache(Cache):
             max_step_tokens=max_step_tokens,
         )
         self.arena = Arena(geometry, self.manager.pool.num_pages, device=str(model.device))
-        self._store = None
+        config = store if store is None or isinstance(store, TransferConfig) else load_config(store)
+        self._paged = PagedModel(model, self.manager, self.arena, forward=model.forward)
+        self._store: Store | None = None
         self.offload_manager: OffloadManager | None = None
-        if store is not None:
-            config = store if isinstance(store, TransferConfig) else load_config(store)
-            self._store = open_store(config)
+        if config is not None:
+            try:
+                self._store = open_store(config)
+            except BaseException:
+                self._paged.close()
+                raise
             self.offload_manager = OffloadManager(
                 self.manager,
                 Transfers(self.arena.memory, self._store, staging_bytes=staging_bytes),
@@ -126,7 +133,6 @@ class KvtideCache(Cache):
         self._serial = 0
         self._closed = False
         self._prompt_tokens = self._device_hits = self._store_hits = self._computed = self._preemptions = 0
-        self._paged = PagedModel(model, self.manager, self.arena, forward=model.forward)
         _wrap_forward(model)
 
     # -- what generate calls ------------------------------------------------------------------------------------------

@@ -282,7 +282,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for title in ("first engine", "second engine, same store"):
             store = make_store("LMDBConnector", {"path": folder})
-            engine = TinyEngine(model, memory="400KiB", store=store)
+            engine = TinyEngine(model, memory="1MiB", store=store)
             requests = [Request(f"request {n}", prompt, 60) for n, prompt in enumerate(prompts)]
             requests.append(Request("thinker", [*system, 1], 60, thinking_budget=16))
             began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The tiny models on the import path; every test is skipped without transformers 5."""
+"""The tiny models on the import path, and one thread."""
 
 from __future__ import annotations
 
@@ -9,13 +9,6 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _version() -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    if int(transformers.__version__.split(".")[0]) < 5:
-        pytest.skip(f"transformers {transformers.__version__} is older than 5")
 
 
 @pytest.fixture(autouse=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5")
 
 import torch
 import transformers
@@ -213,6 +214,50 @@ def test_layers_that_are_not_served() -> None:
         KvtideCache(model, memory="1MiB")
     assert "forward" not in model.__dict__
     assert model.config._attn_implementation != "kvtide"
+
+
+def test_versions_whose_layers_keep_latents_and_states_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair("deepseek-v3")
+    inner = pair.cache._paged._cache
+    inner.step = object()
+    with pytest.raises(ConfigError, match=r"layer 0 caches 4 heads of 20\+10 values instead of one latent of 32\+8"):
+        inner.update(torch.zeros(1, 4, 3, 20), torch.zeros(1, 4, 3, 10), 0)
+    inner.step = None
+    pair.cache.close()
+    monkeypatch.delattr(transformers.Cache, "get_recurrent_state")
+    with pytest.raises(ConfigError, match=r"layers \[0, 1, 2\] are recurrent, and transformers .* use 5\.24 or later"):
+        KvtideCache(tiny_model("qwen3-next"), memory="1MiB")
+
+
+def test_a_window_that_grew_after_the_cache_was_made() -> None:
+    pair = Pair("mistral")
+    pair.model.config.sliding_window = 48
+    with pytest.raises(ConfigError, match="layer 0 has a window of 48 tokens; by its config 24 are held"):
+        pair.logits(**ragged(18, [9]))
+    pair.cache.close()
+
+
+def test_rows_that_are_repeated_and_chosen(pair: Pair) -> None:
+    ids, more = ragged(16, [30, 30])["input_ids"], ragged(17, [4, 4, 4])["input_ids"]
+    pair.logits(input_ids=ids)
+    pair.cache.batch_repeat_interleave(2)
+    pair.cache.batch_select_indices(torch.tensor([1, 3, 2]))
+    found = pair.logits(input_ids=more)
+    with torch.no_grad():
+        right = pair.reference(torch.cat((ids[[0, 1, 1]], more), dim=1)).logits[:, 30:]
+    assert (found - right).abs().max() < 1e-4
+    pair.cache.manager.check()
+
+
+def test_a_store_that_cannot_be_opened_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    own = model.config._attn_implementation
+    (tmp_path / "file").write_text("")
+    for path, message in (("", "path"), (str(tmp_path / "file"), "file")):
+        store = {"kv_connector": "LMDBConnector", "kv_connector_extra_config": {"path": path}}
+        with pytest.raises(ConfigError, match=message):
+            KvtideCache(model, memory="1MiB", store=store)
+        assert (model.config._attn_implementation, "forward" in model.__dict__) == (own, False)
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5")
 
 import torch
-from tiny_models import FAMILIES, VOCABULARY, WINDOW, ragged, tiny_model
+from tiny_models import FAMILIES, MORE, VOCABULARY, WINDOW, ragged, tiny_model
 
-from kvtide.connectors.transformers import KvtideCache
+from kvtide.connectors.transformers import KvtideCache, weights_digest
 from kvtide.kvcache import Exhausted
 from kvtide.offload.policies import LoadPolicy
 
@@ -69,6 +69,19 @@ def test_long_ragged_generations_and_a_second_call_that_hits(family: str, make_c
     # Of 40 and 27 tokens the whole blocks of 16: at least.
     assert second.device_hit_tokens >= 32 + 16
     assert second.computed_tokens - first.computed_tokens == first.computed_tokens - second.device_hit_tokens
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_other_families(family: str, make_cache: MakeCache) -> None:
+    model = tiny_model(family)
+    prompts = ragged(2, LENGTHS)
+    right = model.generate(**prompts, **GREEDY, max_new_tokens=2 * WINDOW)
+    digest = weights_digest(model)
+    cache = make_cache(model)
+    assert weights_digest(model) == digest  # whatever attention is on
+    for _ in range(2):
+        check_same(model.generate(**prompts, **GREEDY, max_new_tokens=2 * WINDOW, cache=cache), right)
+    assert cache.stats().device_hit_tokens >= 32 + 16
 
 
 def test_the_model_gets_its_own_attention_back(make_cache: MakeCache) -> None:

@@ -94,10 +94,31 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
+_ALTERNATING = {
+    "num_hidden_layers": 4,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+_EXPERTS = {"num_hidden_layers": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_QWEN3_5 = {key: value for key, value in FAMILIES["qwen3-next"][2].items() if "expert" not in key and "moe" not in key}
+# What runs without having been asked for.
+MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**_COMMON, "num_hidden_layers": 2}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_COMMON, "num_hidden_layers": 2}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_COMMON, **_EXPERTS, "num_experts": 4}),
+    "qwen3.5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _QWEN3_5),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_COMMON, "num_hidden_layers": 2, "num_local_experts": 4}),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", {**_COMMON, "num_hidden_layers": 2, "sliding_window": WINDOW}),
+    "olmo3": ("Olmo3ForCausalLM", "Olmo3Config", {**_COMMON, **_ALTERNATING}),
+    "cohere2": ("Cohere2ForCausalLM", "Cohere2Config", {**_COMMON, **_ALTERNATING}),
+    "exaone4": ("Exaone4ForCausalLM", "Exaone4Config", {**_COMMON, **_ALTERNATING}),
+    "glm4-moe": ("Glm4MoeForCausalLM", "Glm4MoeConfig", {**_COMMON, **_EXPERTS, "n_routed_experts": 4}),
+}
+
 
 def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A model of a family, the same weights for the same seed."""
-    model_class, config_class, fields = FAMILIES[family]
+    model_class, config_class, fields = {**FAMILIES, **MORE}[family]
     config = getattr(transformers, config_class)(**{**fields, **changes})
     torch.manual_seed(seed)
     model = getattr(transformers, model_class)(config).eval()
