@@ -14,7 +14,7 @@ from kvtide.kvcache.specs import Int64Array
 from .groups import ManagedGroup
 from .hashing import as_tokens
 from .plans import Copy, Reservation
-from .pool import CLASS_SCRAP
+from .pool_state import CLASS_SCRAP
 from .requests import RequestCalls
 from .sequences import FreshKeys
 from .steps import Step, whole_numbers
