@@ -10,6 +10,8 @@ lists of random token ids, as a tokenizer gives them.
 
     decode step    reserve and commit one token for every running request of 1,000 to 3,000 tokens; for the peer,
                    per request: append the token (which hashes full blocks), allocate_slots, new block ids
+    long decode    the same once every row has decoded more tokens than its window has, so that blocks leave the window
+                   that were decoded, not prefilled: kvtide puts keys off until then
     cold prompt    admit, prefill and release a prompt of 2,000 tokens that nobody has seen
     full hit       the same for a prompt of 32,768 tokens that is cached: hash, look up, take, free
     full pool      the same when every block of the pool is cached or in use, so that whatever is taken evicts
@@ -53,6 +55,8 @@ MAX_MODEL_LEN = 131_072
 PEER_BLOCK_BYTES = 10 * 16 * 2 * 16 * 128 * 2
 # Decode steps per repetition: a whole cycle of a block, so that every repetition has as many full blocks.
 CYCLE = 16
+# Cycles after which every block in the window (1,024 tokens) was decoded.
+LONG = 66
 # Blocks that the peer's seven groups hold of a request of 2,000 tokens, and take while it is prefilled.
 PEER_BLOCKS_HELD = 125 + 6 * 65
 PEER_BLOCKS_BURST = 7 * 188
@@ -197,6 +201,7 @@ class Duel:
     ) -> None:
         self._peer = peer
         self._work = Workload()
+        self._requests = requests
         self.kvtide = Kvtide(geometry, memory, requests)
         if peer is not None:
             peer.call("setup", memory=memory, max_model_len=MAX_MODEL_LEN, max_step_tokens=STEP_TOKENS, dense=dense)
@@ -224,6 +229,11 @@ class Duel:
         if self._peer is not None:
             contestants[1] = partial(self._peer.call, "decode", batch=batch, steps=steps.tolist())
         return alternate(repetitions, *contestants)
+
+    def decode_long(self, repetitions: int) -> None:
+        """Have kvtide decode on, unmeasured; what a step costs the peer does not depend on the length."""
+        for _ in range(repetitions):
+            self.kvtide.decode(self._requests, self._work.steps(self._requests))
 
     def serve(self, prompts: Sequence[Prompt], *, as_array: bool = False) -> tuple[list[float | None], list[int]]:
         """Median seconds to serve one of the prompts, two in a turn: kvtide's, the peer's; and what each side hit last.
@@ -286,6 +296,9 @@ def measure_headline(geometry: PageGeometry, peer: PeerProcess | None, sizes: Si
             "full_hit_array", duel.full_hit(tokens, repetitions, as_array=True), note=f"{hit}; kvtide gets an array"
         ),
     ]
+    duel.decode_long(LONG)
+    long = duel.decode(sizes.running, repetitions)
+    figures.insert(1, peer_figure("decode_step_long", long, 100, f"{sizes.running} rows, windows of decoded tokens"))
     gc.unfreeze()
     return figures
 

@@ -13,7 +13,7 @@ import numpy as np
 from kvtide.kvcache.specs import Int64Array
 
 from .groups import ManagedGroup
-from .pool import PoolCounts
+from .pool_state import PoolCounts
 from .tables import NO_BLOCK
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from .events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from .groups import ManagedGroup
 from .hashing import KeyChain
 from .hits import Hit, find_hit, find_nodes
-from .pool import CLASS_NORMAL, CLASS_SCRAP, PagePool
+from .pool import PagePool
+from .pool_state import CLASS_NORMAL, CLASS_SCRAP
 from .prefix_index import EMPTY, PrefixIndex
 from .quotas import Quotas
 from .sequences import FreshKeys, Sequences

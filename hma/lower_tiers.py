@@ -17,7 +17,7 @@ from kvtide.kvcache.specs import Int64Array
 from .cache import Evicted
 from .loads import Load, LoadRun, Refused, cached_blocks, own_blocks, take_load
 from .plans import Admission
-from .pool import CLASS_SCRAP
+from .pool_state import CLASS_SCRAP
 from .sequences import FreshKeys
 from .stepping import StepCalls
 from .steps import whole_numbers

@@ -14,7 +14,7 @@ from kvtide.kvcache.specs import Int64Array
 from .core import ManagerCore
 from .hashing import Item, as_token_bytes, namespace
 from .plans import Admission
-from .pool import CLASS_NORMAL
+from .pool_state import CLASS_NORMAL
 from .steps import Parting
 
 # Tokens behind the window that a prompt's end keeps at full value, so that a prompt which parts a little earlier still

@@ -14,7 +14,7 @@ from kvtide.kvcache.specs import Int64Array
 from .groups import ManagedGroup
 from .hashing import as_tokens
 from .plans import Copy, Reservation
-from .pool import CLASS_SCRAP
+from .pool_state import CLASS_SCRAP
 from .requests import RequestCalls
 from .sequences import FreshKeys
 from .steps import Step, whole_numbers
@@ -92,8 +92,8 @@ class StepCalls(RequestCalls):
 
         `rows` are the step's rows that are still running, in its order. `token_ids` holds, row by row, the accepted
         tokens that the manager has not seen (those beyond the prompt); it may be left out while there are none. Full
-        blocks get their keys, windows slide, dead blocks go back. `KvtideError` for anything that does not match the
-        step: then nothing has changed.
+        blocks can be found from now on, windows slide, dead blocks go back. `KvtideError` for anything that does not
+        match the step: then nothing has changed.
         """
         rows = whole_numbers("rows", rows)
         accepted = whole_numbers("num_accepted", num_accepted)
