@@ -41,7 +41,7 @@ from kvtide.offload.transfers import Value
 from kvtide.offload.values import HEADER_BYTES
 from kvtide.sims.serving.offloading import Offload, OffloadedRows, store_policy_of
 from kvtide.sims.serving.tiers import TierSpec, TierStack
-from kvtide.sims.serving.tokens import output_tokens, prompt_tokens
+from kvtide.sims.tokens import output_tokens, prompt_tokens
 from kvtide.sims.traces import Request, open_trace
 
 SHARED = Path(os.environ.get("KVTIDE_SHARED") or Path(__file__).resolve().parents[2] / "shared")
@@ -95,11 +95,11 @@ def hit_share(requests: Sequence[Request], capacity: int, eviction: str, min_use
     return hit / tokens
 
 
-def measure_eviction(name: str, requests: Sequence[Request]) -> list[Figure]:
-    """Every policy at every size, with and without admission."""
+def measure_eviction(name: str, requests: Sequence[Request], shares: Sequence[float]) -> list[Figure]:
+    """Every policy at every size, with and without admission, in both orders."""
     blocks = len({identity for request in requests for identity in request.hash_ids or ()})
     figures = []
-    for share in SHARES:
+    for share in shares:
         capacity = max(int(share * blocks), 1) * (BLOCK_BYTES + HEADER_BYTES)
         lru: float | None = None
         for eviction, min_uses, tail_first in product(POLICIES, (1, 2), (False, True)):
@@ -191,8 +191,9 @@ def main(quick: bool, smoke: bool, json_file: Path | None) -> None:
         requests = load(name, 20 if smoke else None)
         if not requests:
             click.echo(f"no {TRACES[name]} in {SHARED}: set KVTIDE_SHARED to the folder that holds traces/", err=True)
-        figures += measure_eviction(name, requests)
-        some = requests[: 20 if smoke else 60 if quick else 400]
+        small = quick or smoke
+        figures += measure_eviction(name, requests[: 1000 if quick else None], SHARES[1:3] if small else SHARES)
+        some = requests[: 20 if small else 250]
         figures += measure_windows(name, some, MODELS[:1] if quick or smoke else MODELS)
     publish("offload policies (evict: peer is LRU; window: peer is the ceiling)", figures, json_file)
 
