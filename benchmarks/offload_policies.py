@@ -158,7 +158,9 @@ def replay(layout: ModelLayout, requests: Sequence[Request], where: str, block: 
     return seen
 
 
-def measure_windows(name: str, requests: Sequence[Request], models: Sequence[str]) -> list[Figure]:
+def measure_windows(
+    name: str, requests: Sequence[Request], models: Sequence[str], places: Sequence[str]
+) -> list[Figure]:
     """Hits of every choice, and what it writes."""
     figures = []
     for model in models:
@@ -166,8 +168,8 @@ def measure_windows(name: str, requests: Sequence[Request], models: Sequence[str
         full = [layer for layer in layout.layers if isinstance(layer.spec, FullAttention)]
         whole = replace(layout, layers=tuple(layer for layer in full if type(layer.spec) is FullAttention))
         ceiling = _share(replay(whole, requests, "none", BLOCK[name])) if requests else None
-        for label, where in WHERE.items():
-            seen = replay(layout, requests, where, BLOCK[name]) if requests else None
+        for label in places:
+            seen = replay(layout, requests, WHERE[label], BLOCK[name]) if requests else None
             figures.append(
                 Figure(f"window/{name}/{model}/{label}", None if seen is None else _share(seen), "fraction", ceiling)
             )
@@ -193,8 +195,9 @@ def main(quick: bool, smoke: bool, json_file: Path | None) -> None:
             click.echo(f"no {TRACES[name]} in {SHARED}: set KVTIDE_SHARED to the folder that holds traces/", err=True)
         small = quick or smoke
         figures += measure_eviction(name, requests[: 1000 if quick else None], SHARES[1:3] if small else SHARES)
-        some = requests[: 20 if small else 250]
-        figures += measure_windows(name, some, MODELS[:1] if quick or smoke else MODELS)
+        some = requests[: 12 if smoke else 20 if quick else 250]
+        places = ("none", "prompt_ends", "default") if smoke else tuple(WHERE)
+        figures += measure_windows(name, some, MODELS[:1] if small else MODELS, places)
     publish("offload policies (evict: peer is LRU; window: peer is the ceiling)", figures, json_file)
 
 

@@ -30,7 +30,7 @@ def test_without_traces_every_figure_is_null(tmp_path: Path) -> None:
 
 
 def test_conversations_are_hit_where_prompts_end(tmp_path: Path, shared: Path) -> None:
-    """Twenty requests of six conversations: windows at the ends of prompts complete nearly all hits there are."""
+    """A dozen requests of six conversations: windows at the ends of prompts complete nearly all hits there are."""
     figures = figures_of(tmp_path, shared)
     ends, none = (figures[f"window/weka/gemma-3-12b/{where}"] for where in ("prompt_ends", "none"))
     assert (none["value"] or 0) < (ends["value"] or 0) <= (ends["peer"] or 0)
