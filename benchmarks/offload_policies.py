@@ -41,7 +41,7 @@ from kvtide.offload.transfers import Value
 from kvtide.offload.values import HEADER_BYTES
 from kvtide.sims.serving.offloading import Offload, OffloadedRows, store_policy_of
 from kvtide.sims.serving.tiers import TierSpec, TierStack
-from kvtide.sims.serving.tokens import output_tokens, prompt_tokens
+from kvtide.sims.tokens import output_tokens, prompt_tokens
 from kvtide.sims.traces import Request, open_trace
 
 SHARED = Path(os.environ.get("KVTIDE_SHARED") or Path(__file__).resolve().parents[2] / "shared")
@@ -95,11 +95,11 @@ def hit_share(requests: Sequence[Request], capacity: int, eviction: str, min_use
     return hit / tokens
 
 
-def measure_eviction(name: str, requests: Sequence[Request]) -> list[Figure]:
-    """Every policy at every size, with and without admission."""
+def measure_eviction(name: str, requests: Sequence[Request], shares: Sequence[float]) -> list[Figure]:
+    """Every policy at every size, with and without admission, in both orders."""
     blocks = len({identity for request in requests for identity in request.hash_ids or ()})
     figures = []
-    for share in SHARES:
+    for share in shares:
         capacity = max(int(share * blocks), 1) * (BLOCK_BYTES + HEADER_BYTES)
         lru: float | None = None
         for eviction, min_uses, tail_first in product(POLICIES, (1, 2), (False, True)):
@@ -158,7 +158,9 @@ def replay(layout: ModelLayout, requests: Sequence[Request], where: str, block: 
     return seen
 
 
-def measure_windows(name: str, requests: Sequence[Request], models: Sequence[str]) -> list[Figure]:
+def measure_windows(
+    name: str, requests: Sequence[Request], models: Sequence[str], places: Sequence[str]
+) -> list[Figure]:
     """Hits of every choice, and what it writes."""
     figures = []
     for model in models:
@@ -166,8 +168,8 @@ def measure_windows(name: str, requests: Sequence[Request], models: Sequence[str
         full = [layer for layer in layout.layers if isinstance(layer.spec, FullAttention)]
         whole = replace(layout, layers=tuple(layer for layer in full if type(layer.spec) is FullAttention))
         ceiling = _share(replay(whole, requests, "none", BLOCK[name])) if requests else None
-        for label, where in WHERE.items():
-            seen = replay(layout, requests, where, BLOCK[name]) if requests else None
+        for label in places:
+            seen = replay(layout, requests, WHERE[label], BLOCK[name]) if requests else None
             figures.append(
                 Figure(f"window/{name}/{model}/{label}", None if seen is None else _share(seen), "fraction", ceiling)
             )
@@ -191,9 +193,11 @@ def main(quick: bool, smoke: bool, json_file: Path | None) -> None:
         requests = load(name, 20 if smoke else None)
         if not requests:
             click.echo(f"no {TRACES[name]} in {SHARED}: set KVTIDE_SHARED to the folder that holds traces/", err=True)
-        figures += measure_eviction(name, requests)
-        some = requests[: 20 if smoke else 60 if quick else 400]
-        figures += measure_windows(name, some, MODELS[:1] if quick or smoke else MODELS)
+        small = quick or smoke
+        figures += measure_eviction(name, requests[: 1000 if quick else None], SHARES[1:3] if small else SHARES)
+        some = requests[: 12 if smoke else 20 if quick else 250]
+        places = ("none", "prompt_ends", "default") if smoke else tuple(WHERE)
+        figures += measure_windows(name, some, MODELS[:1] if small else MODELS, places)
     publish("offload policies (evict: peer is LRU; window: peer is the ceiling)", figures, json_file)
 
 

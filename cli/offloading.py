@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from kvtide.connectors.config import checked, load_config, store_settings
+from kvtide.connectors.config import TransferConfig, checked, load_config, store_settings
 from kvtide.connectors.tiers import TierConfig
 from kvtide.kvcache import ConfigError
 from kvtide.kvcache.sizes import parse_bytes
@@ -81,8 +81,11 @@ def offload_of(
     """Offload as the options describe it, None without any; `ConfigError` for options that contradict each other."""
     write_policy = offload_write_policy or "write_through"
     policy = store_policy_of(offload_windows, offload_rules)
+    stores = loads = True
     if kv_transfer_config is not None:
-        tiers, configured = _configured(kv_transfer_config, offload_tiers)
+        config = load_config(kv_transfer_config)
+        stores, loads = config.stores, config.loads
+        tiers, configured = _configured(config, offload_tiers)
         if offload_write_policy is None:
             write_policy = configured
     else:
@@ -90,7 +93,7 @@ def offload_of(
     if tiers and swap_space is not None:
         raise ConfigError("--swap-space is for runs without tiers; preempted requests are swapped to the first tier")
     if tiers:
-        return Offload(tuple(tiers), policy, write_policy, preemption)
+        return Offload(tuple(tiers), policy, write_policy, preemption, stores=stores, loads=loads)
     if offload_write_policy or offload_windows is not None or offload_rules:
         raise ConfigError("offload policies need a tier: give --offload-tier or --kv-transfer-config")
     if preemption == "recompute":
@@ -104,9 +107,8 @@ def offload_of(
     return Offload((spec,), preemption=preemption, only_swap=True)
 
 
-def _configured(source: str, speeds: Sequence[str]) -> tuple[list[TierSpec], str]:
+def _configured(config: TransferConfig, speeds: Sequence[str]) -> tuple[list[TierSpec], str]:
     """Tiers of a connector configuration, and its write policy. Speeds are by the connectors' names."""
-    config = load_config(source)
     extra = config.kv_connector_extra_config
     if config.kv_connector == "MultiConnector":
         layers = [checked(entry, TierConfig, "MultiConnector's connectors") for entry in extra["connectors"]]
@@ -129,6 +131,8 @@ def _configured(source: str, speeds: Sequence[str]) -> tuple[list[TierSpec], str
     tiers = []
     for layer in layers:
         name = layer.kv_connector
+        if layer.kv_role != "kv_both" or layer.ttl_s is not None:
+            raise ConfigError(f"{name}: a tier with a role or a ttl_s of its own cannot be simulated")
         settings = store_settings(name, layer.kv_connector_extra_config, layer.kv_connector_module_path)
         size = getattr(settings, "max_bytes", None)
         if size is None:

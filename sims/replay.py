@@ -24,6 +24,7 @@ from kvtide.kvcache.geometry import PageGeometry
 from kvtide.kvcache.specs import Int64Array
 
 from .capacity import in_flight_pages, request_pages
+from .tokens import output_tokens, prompt_tokens
 from .traces import Request
 from .waste import waste_fraction
 
@@ -31,11 +32,6 @@ from .waste import waste_fraction
 SAMPLE = 16
 # Memory beyond what the requests need when each is alone in its pages: shared pages can be scattered.
 ROOM = 1.25
-# Token ids are made up: prefix blocks get runs that start at multiples of one large odd step, requests of another.
-TOKEN_RANGE = 2**31
-HASH_STEP = 1_000_003
-OWN_STEP = 7_368_787
-OWN_START = 2**30
 
 
 @dataclass(frozen=True)
@@ -201,29 +197,11 @@ def _admit(manager: HybridMemoryManager, number: int, request: Request) -> Admis
     in_text = not manager.geometry.layout.has_cross_attention
     text = request.input_tokens - (0 if in_text else request.image_tokens)
     return manager.admit(
-        str(number), _prompt(number, request)[: max(text, 1)], image_tokens=0 if in_text else request.image_tokens
+        str(number), prompt_tokens(number, request)[: max(text, 1)], image_tokens=0 if in_text else request.image_tokens
     )
 
 
 def _running(number: int, request: Request, row: int, known: int) -> _Running:
     # The last output token is sampled and never stored.
     output = max(request.output_tokens - 1, 0)
-    return _Running(row, known, known + output, _own_tokens(number, request.output_tokens, 1))
-
-
-def _prompt(number: int, request: Request) -> Int64Array:
-    """Token ids that are equal where the trace's prefix blocks are equal, and unlike anything else elsewhere."""
-    if request.hash_ids is None:
-        return _own_tokens(number, request.input_tokens, 0)
-    block = request.hash_block
-    ids = np.array(request.hash_ids, dtype=np.int64)
-    shared = (ids[:, None] * HASH_STEP + np.arange(block)).ravel() % TOKEN_RANGE
-    rest = request.input_tokens - len(shared)
-    if rest > 0:
-        shared = np.concatenate([shared, _own_tokens(number, rest, 2)])
-    return shared[: request.input_tokens]
-
-
-def _own_tokens(number: int, count: int, stream: int) -> Int64Array:
-    """Token ids that no other request has at the same place."""
-    return (np.arange(count) + (number * 4 + stream) * OWN_STEP + OWN_START) % TOKEN_RANGE
+    return _Running(row, known, known + output, output_tokens(number, request))

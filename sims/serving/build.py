@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from kvtide.hma import HybridMemoryManager
-from kvtide.kvcache import ConfigError, ModelLayout
+from kvtide.kvcache import MLA, ConfigError, ModelLayout
 from kvtide.kvcache.geometry import PageGeometry
 from kvtide.kvcache.policies import plan_geometry
 
@@ -162,6 +162,12 @@ class Deployment:
     def notes(self) -> list[str]:
         """What whoever reads the results should know of the settings."""
         notes = list(self.speculative.notes) if self.speculative else []
+        is_sparse = any(isinstance(group.spec, MLA) and group.spec.index_head_dim for group in self.layout.groups)
+        if is_sparse and self.speculative and self.speculative.method == "mtp":
+            notes.append(
+                "vLLM runs sparse MLA models with MTP eagerly; the launches that CUDA graphs save come on top of "
+                "overhead_s here"
+            )
         stages, limit = self.parallel.pipeline, self.settings().max_num_seqs
         if self.ignores_budget:
             notes.append(f"vLLM {self.version} ignores thinking budgets where speculation is on; so does this run")

@@ -20,6 +20,7 @@ from kvtide.hma import MemoryByCause
 from kvtide.hma.drafts import DraftCounts
 from kvtide.kvcache import ConfigError, KvtideError
 
+from ..tokens import output_tokens, prompt_tokens
 from ..traces import Request
 from .cost import CostModel
 from .job import Job, Step
@@ -29,7 +30,6 @@ from .reasoning import Reasoning, ReasoningCounts
 from .recording import Recording
 from .scheduler import Scheduler
 from .speculation import Acceptance
-from .tokens import output_tokens, prompt_tokens
 
 SAMPLES = 200
 

@@ -36,7 +36,7 @@ WINDOW_ENDS = ("prompt_ends", "turn_ends", "junctions")
 class Offload:
     """Offload as configured: the tiers, the nearest first, what is stored when, and what preemption does.
 
-    `only_swap` stores nothing but preempted requests: swap space, and no cache.
+    `only_swap` stores nothing but preempted requests: swap space, and no cache. `stores`, `loads`: the engine's role.
     """
 
     tiers: tuple[TierSpec, ...]
@@ -44,8 +44,12 @@ class Offload:
     write_policy: str = "write_through"
     preemption: str = "recompute"
     only_swap: bool = False
+    stores: bool = True
+    loads: bool = True
 
     def __post_init__(self) -> None:
+        if self.preemption == "swap" and not (self.stores and self.loads):
+            raise ConfigError("an engine that swaps must both store and load; its role must be kv_both")
         if self.preemption not in PREEMPTIONS:
             raise ConfigError(f"preemption {self.preemption!r} is not one of {', '.join(PREEMPTIONS)}")
         if self.only_swap and self.preemption == "recompute":
@@ -124,6 +128,8 @@ class OffloadedRows:
                 latency_s=nearest.latency_s,
                 patience_s=float("inf"),
             ),
+            stores=offload.stores,
+            loads=offload.loads,
             max_held_bytes=pool_bytes if self._swaps else int(MAX_HELD_SHARE * pool_bytes),
         )
 

@@ -159,7 +159,7 @@ def test_a_hit_by_group_is_what_the_manager_takes_over() -> None:
     engine = PLAN.engine()
     engine.run([Request("a", 0, 640, 2, hash_ids=tuple(range(10)), hash_block=64)])
     manager = engine.schedulers[0].manager
-    from kvtide.sims.serving.tokens import prompt_tokens
+    from kvtide.sims.tokens import prompt_tokens
 
     prompt = prompt_tokens(1, Request("b", 0, 640, 2, hash_ids=tuple(range(10)), hash_block=64))
     admission = manager.admit("again", prompt)

@@ -326,6 +326,15 @@ def test_what_the_versions_count_differently(version: str, budget: int, charged:
     assert settings.charged_in_flight == charged
 
 
+def test_sparse_mla_with_mtp_is_said_to_run_eagerly(shared: Path) -> None:
+    raw = json.loads((shared / "model_configs/deepseek-ai--DeepSeek-V3.2.json").read_text())
+    layout = ModelLayout.from_hf(raw)
+    drafter = read_speculative_config({"method": "mtp", "num_speculative_tokens": 1}, n_predict=1)
+    plan = deployment(layout=layout, work=read_work(raw), speculative=drafter)
+    assert any("eagerly" in note for note in plan.notes())
+    assert not replace(plan, speculative=None).notes()
+
+
 def test_the_old_rules_have_no_watermark() -> None:
     with pytest.raises(ConfigError, match=r"watermark is 0\.1, but vLLM 0\.20\.2 has none"):
         deployment(version="0.20.2", watermark=0.1).engine()

@@ -191,6 +191,15 @@ def test_a_load_takes_its_time_and_others_run_meanwhile() -> None:
     assert other.last_token_s < loaded.admitted_s
 
 
+def test_a_producer_only_stores() -> None:
+    plan = deployment(layout=FULL, kv_cache_memory_bytes=5 << 20, offload=Offload((HOST,), loads=False))
+    (use,) = serve(plan, AGAIN).offload
+    assert use.stored_bytes > 0
+    assert use.loaded_tokens == 0
+    with pytest.raises(ConfigError, match="must be kv_both"):
+        Offload((HOST,), preemption="swap", loads=False)
+
+
 def test_what_is_faster_to_compute_is_not_loaded() -> None:
     slow = replace(HOST, bandwidth=10e6)
     plan = deployment(layout=FULL, kv_cache_memory_bytes=5 << 20, offload=Offload((slow,)))

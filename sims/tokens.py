@@ -6,7 +6,7 @@ import numpy as np
 
 from kvtide.kvcache.specs import Int64Array
 
-from ..traces import Request
+from .traces import Request
 
 # Prefix blocks get runs that start at multiples of one large odd step, what is a request's own at those of another.
 _RANGE = 2**31
