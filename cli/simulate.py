@@ -62,7 +62,7 @@ def _optional_size(ctx: click.Context, param: click.Parameter, value: str | None
 @click.option("--tp", type=click.IntRange(1, 1024), help="Tensor-parallel size; by default all devices.")
 @click.option("--data-parallel-size", type=click.IntRange(1, 1024), default=1, help="Ranks that share out experts.")
 @click.option("--pipeline-parallel-size", type=click.IntRange(1, 1024), default=1, help="Stages of layers.")
-@click.option("--kv-dtype", default="auto", show_default=True, help="KV cache dtype.")
+@click.option("--kv-dtype", "--kv-cache-dtype", default="auto", show_default=True, help="KV cache dtype.")
 @click.option("--policy", type=click.Choice(list(POLICIES)), default="kvtide", show_default=True)
 @click.option("--block-size", default=16, show_default=True, help="Tokens per block.")
 @click.option("--max-model-len", type=int, help="Longest sequence; by default the model's.")
@@ -130,12 +130,17 @@ def command(
 
 
 def simulate(
-    deployment: Deployment, requests: list[Request], options: Mapping[str, Any], recording: Recording | None = None
+    deployment: Deployment,
+    requests: list[Request],
+    options: Mapping[str, Any],
+    recording: Recording | None = None,
+    *,
+    bar: bool = True,
 ) -> dict[str, Any]:
     """Run the deployment on the requests; the report. `options` are the flags as given, which the report repeats."""
     engine = deployment.engine(options["seed"], recording)
     begin = time.perf_counter()
-    run = _run(engine.run, requests)
+    run = _run(engine.run, requests, bar)
     report = _report(deployment, run, measure_run(run), time.perf_counter() - begin)
     report["trace"] = options["trace"]
     report["flags"] = {name: value for name, value in options.items() if value not in (None, (), "")}
@@ -268,11 +273,11 @@ def _has_ids(requests: list[Request]) -> bool:
     return all(request.prompt_ids is not None and request.output_ids is not None for request in requests)
 
 
-def _run(serve: Any, requests: list[Request]) -> Run:
-    """Run with a bar on stderr, if that is a terminal."""
+def _run(serve: Any, requests: list[Request], bar: bool) -> Run:
+    """Run with a bar on stderr, if it is wanted and that is a terminal."""
     err = Console(stderr=True)
     columns = (TextColumn("serving"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+    with Progress(*columns, console=err, transient=True, disable=not (bar and err.is_terminal)) as progress:
         task = progress.add_task("serving", total=len(requests))
         result: Run = serve(requests, lambda: progress.advance(task))
     return result

@@ -244,7 +244,7 @@ def comparison_charts(rows: Sequence[Mapping[str, Any]], label: str) -> list[Cha
                     "field": "value",
                     "type": "quantitative",
                     "title": words,
-                    "axis": {"format": ".0%" if "%" in shown else "~s", "tickCount": 4},
+                    "axis": {"format": _axis(shown), "tickCount": 4},
                 },
                 "tooltip": [_shown("name", label), _shown("value", words, shown)],
             },
@@ -287,7 +287,7 @@ def sweep_charts(rows: Sequence[Mapping[str, Any]], axes: Sequence[str]) -> list
                     "field": "value",
                     "type": "quantitative",
                     "title": words,
-                    "axis": {"format": ".1%" if "%" in shown else "~s"},
+                    "axis": {"format": _axis(shown)},
                 },
                 "tooltip": [
                     _shown("x", first),
@@ -311,6 +311,11 @@ def sweep_charts(rows: Sequence[Mapping[str, Any]], axes: Sequence[str]) -> list
             Chart(f"sweep-{key}", words, description, spec, (first, ", ".join(others) or "run", words), table)
         )
     return charts
+
+
+def _axis(shown: str) -> str:
+    """The format of an axis for figures of this format: no more digits than its ticks need, no milli in seconds."""
+    return "~%" if "%" in shown else "~s" if shown in (",.0f", ",d") else "~g"
 
 
 def _is_number(value: Any) -> bool:

@@ -99,3 +99,37 @@ def compared(report: Mapping[str, Any]) -> dict[str, Any]:
         "kv_waste": 1 - needed / sum(held) if sum(held) else 0.0,
         "device_busy": report["device_busy"],
     }
+
+
+def row_of(report: Mapping[str, Any]) -> dict[str, Any]:
+    """One flat row of a report's figures, for a table of many runs: those compared, and what explains them."""
+    timeline = report["timeline"]
+    pool = report["pool_bytes_per_rank"] * report["data_parallel_size"]
+    offload = report["offload"] or {}
+    drafts = report["drafts"]
+    return {
+        **compared(report),
+        "ttft_p90_s": report["ttft_s"]["p90"],
+        "tpot_p50_s": report["tpot_s"]["p50"],
+        "tpot_p90_s": report["tpot_s"]["p90"],
+        "total_tokens_per_s": report["total_tokens_per_s"],
+        "requests": report["requests"],
+        "refused": report["refused"],
+        "prompt_tokens": report["prompt_tokens"],
+        "output_tokens": report["output_tokens"],
+        "computed_tokens": report["computed_tokens"],
+        "steps": report["steps"],
+        "max_num_seqs": report["settings"]["max_num_seqs"],
+        "max_num_batched_tokens": report["settings"]["max_num_batched_tokens"],
+        "pool_bytes_per_rank": report["pool_bytes_per_rank"],
+        "weight_bytes_per_rank": report["weight_bytes_per_rank"],
+        "acceptance_rate": drafts["acceptance_rate"] if drafts["num_drafts"] else None,
+        "mean_acceptance_length": drafts["mean_acceptance_length"] if drafts["num_drafts"] else None,
+        "break_even_length": drafts["break_even_length"],
+        **{f"hit_rate_{tier}": rate for tier, rate in offload.get("hit_rate_by_tier", {}).items()},
+        **{
+            f"mean_{cause}": sum(sample["memory"][cause] for sample in timeline) / len(timeline) / pool
+            for cause in timeline[0]["memory"]
+        },
+        "wall_s": report["simulator"]["wall_s"],
+    }
