@@ -20,6 +20,7 @@ COMMANDS = {
     "layout": "Show a model's layers and groups, their bytes, and where each field came from.",
     "plan": "Show how many requests and how long a context fit in a memory budget.",
     "simulate": "Serve a trace in virtual time: latency, throughput and memory under an engine's flags.",
+    "sweep": "Simulate every combination of some flags' values, in parallel, and compare them.",
     "calibrate": "Fit the simulator's cost model to a recorded run, and say how far off it is.",
     "models": "List the bundled models.",
     "kernels": "Show which attention backends can run here, which is picked, and why the others are not.",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,8 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvtide.kvcache import ConfigError
+from kvtide.kvcache import ConfigError, KvtideError
 from kvtide.kvcache.policies import POLICIES
+from kvtide.sims.report.charts import COMPARED
+from kvtide.sims.report.figures import compared, distributions_of, series_of
+from kvtide.sims.report.story import as_json
 from kvtide.sims.serving.advice import advise
 from kvtide.sims.serving.build import GPU_MEMORY_UTILIZATION, Deployment
 from kvtide.sims.serving.calibrate import measure_run
@@ -23,6 +28,7 @@ from kvtide.sims.serving.engine import Run
 from kvtide.sims.serving.gpus import gpu_of
 from kvtide.sims.serving.kernel_curves import read_kernel_curves
 from kvtide.sims.serving.measures import Measures, Spread
+from kvtide.sims.serving.recording import Recording
 from kvtide.sims.serving.settings import DEFAULT_VERSION, RULES
 from kvtide.sims.serving.settings import POLICIES as SCHEDULING
 from kvtide.sims.serving.speculation import Acceptance, SpeculativeConfig, read_speculative_config
@@ -30,7 +36,16 @@ from kvtide.sims.traces import FORMATS, Request, open_trace
 
 from .deployment import load_efficiency, load_work
 from .offloading import offload_of, offload_options
-from .options import console, human_bytes, json_option, load_layout, parse_size, print_json
+from .options import console, human_bytes, load_layout, parse_size
+from .reporting import (
+    STDOUT,
+    check_followed,
+    check_outputs,
+    print_stories,
+    report_options,
+    write_json,
+    write_whole,
+)
 
 
 def _optional_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -49,7 +64,7 @@ def _optional_size(ctx: click.Context, param: click.Parameter, value: str | None
 @click.option("--tp", type=click.IntRange(1, 1024), help="Tensor-parallel size; by default all devices.")
 @click.option("--data-parallel-size", type=click.IntRange(1, 1024), default=1, help="Ranks that share out experts.")
 @click.option("--pipeline-parallel-size", type=click.IntRange(1, 1024), default=1, help="Stages of layers.")
-@click.option("--kv-dtype", default="auto", show_default=True, help="KV cache dtype.")
+@click.option("--kv-dtype", "--kv-cache-dtype", default="auto", show_default=True, help="KV cache dtype.")
 @click.option("--policy", type=click.Choice(list(POLICIES)), default="kvtide", show_default=True, help="Page geometry.")
 @click.option("--block-size", default=16, show_default=True, help="Tokens per block.")
 @click.option("--max-model-len", type=int, help="Longest sequence; by default the model's.")
@@ -119,8 +134,93 @@ def _optional_size(ctx: click.Context, param: click.Parameter, value: str | None
 @click.option("--efficiency", type=click.Path(), help="What `kvtide calibrate --json` printed.")
 @click.option("--kernel-curves", type=click.Path(), help="MLA decode, measured: benchmarks/gpu_mla.py --json wrote it.")
 @offload_options
-@json_option
+@report_options
 def command(
+    explain: tuple[str, ...], compare: tuple[str, ...], json_file: str | None, html_file: Path | None, **options: Any
+) -> None:
+    """Serve a trace in virtual time: vLLM's scheduling rules over the real memory manager, and a roofline for time.
+
+    \b
+    Examples:
+      kvtide simulate --model config.json --trace demo --gpu h200:2 --num-requests 500
+      kvtide simulate --model gpt-oss-120b --params 117 --active-params 5.1 --trace azure.csv --gpu h100:2
+      kvtide simulate --model config.json --trace demo --gpu h200 --max-num-seqs 64 --policy grouped --json
+      kvtide simulate --model config.json --trace demo --gpu h200 --offload-tier host:256GB:50GB/s:10us
+      kvtide simulate --model config.json --trace demo --gpu h200 --html report.html --compare grouped,lcm
+      kvtide simulate --model config.json --trace demo --gpu h200 --explain chat-3/0
+    """
+    check_outputs(json_file, html_file)
+    deployment, requests = plan(**options)
+    check_followed(explain, requests)
+    recording = None
+    if explain or json_file or html_file:
+        arrivals = [request.arrival_s for request in requests]
+        recording = Recording(span_s=max(arrivals) - min(arrivals), follow=explain)
+    report = simulate(deployment, requests, options, recording)
+    if compare:
+        rows, notes = _compare(deployment, requests, options, report, compare)
+        report["comparison"] = rows
+        report["notes"] = [*report["notes"], *notes]
+    stories = recording.stories if recording else []
+    report["stories"] = [as_json(story) for story in stories]
+    if html_file is not None:
+        from kvtide.sims.report.page import run_page
+
+        write_whole(html_file, run_page(report))
+    if json_file is not None:
+        write_json(report, json_file)
+    if json_file == STDOUT:
+        return
+    if explain:
+        print_stories(stories)
+    else:
+        _print(report)
+
+
+def simulate(
+    deployment: Deployment,
+    requests: list[Request],
+    options: Mapping[str, Any],
+    recording: Recording | None = None,
+    *,
+    bar: bool = True,
+) -> dict[str, Any]:
+    """Run the deployment on the requests; the report. `options` are the flags as given, which the report repeats."""
+    engine = deployment.engine(options["seed"], recording)
+    begin = time.perf_counter()
+    run = _run(engine.run, requests, bar)
+    report = _report(deployment, run, measure_run(run), time.perf_counter() - begin)
+    report["trace"] = options["trace"]
+    report["flags"] = {name: value for name, value in options.items() if value not in (None, (), "")}
+    report["comparison"] = []
+    report["distributions"] = distributions_of(run)
+    report["series"] = series_of(recording, run) if recording else []
+    return report
+
+
+def _compare(
+    deployment: Deployment,
+    requests: list[Request],
+    options: Mapping[str, Any],
+    report: dict[str, Any],
+    policies: tuple[str, ...],
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The figures of the run's policy and of others, and a note on each that cannot run."""
+    rows = [{"policy": deployment.policy, **compared(report)}]
+    notes = []
+    for policy in policies:
+        if policy == deployment.policy:
+            continue
+        try:
+            other = simulate(replace(deployment, policy=policy), requests, options)
+        except KvtideError as error:
+            notes.append(f"the policy {policy} cannot run here: {error}")
+        else:
+            rows.append({"policy": policy, **compared(other)})
+    return rows, notes
+
+
+def plan(
     model: str,
     params: float | None,
     active_params: float | None,
@@ -146,18 +246,9 @@ def command(
     offload_rules: tuple[str, ...],
     preemption: str,
     swap_space: str | None,
-    as_json: bool,
     **flags: Any,
-) -> None:
-    """Serve a trace in virtual time: vLLM's scheduling rules over the real memory manager, and a roofline for time.
-
-    \b
-    Examples:
-      kvtide simulate --model config.json --trace demo --gpu h200:2 --num-requests 500
-      kvtide simulate --model gpt-oss-120b --params 117 --active-params 5.1 --trace azure.csv --gpu h100:4
-      kvtide simulate --model config.json --trace demo --gpu h200 --max-num-seqs 64 --policy grouped --json
-      kvtide simulate --model config.json --trace demo --gpu h200 --offload-tier host:256GB:50GB/s:10us
-    """
+) -> tuple[Deployment, list[Request]]:
+    """What the flags describe: a deployment, and the trace's requests."""
     layout = load_layout(model, kv_dtype, 1, None)
     device, count = gpu_of(gpu)
     others = data_parallel_size * pipeline_parallel_size
@@ -200,14 +291,7 @@ def command(
         ),
         **flags,
     )
-    engine = deployment.engine(seed)
-    begin = time.perf_counter()
-    run = _run(engine.run, requests)
-    report = _report(deployment, run, measure_run(run), time.perf_counter() - begin)
-    if as_json:
-        print_json(report)
-    else:
-        _print(report)
+    return deployment, requests
 
 
 def _acceptance(
@@ -239,11 +323,11 @@ def _has_ids(requests: list[Request]) -> bool:
     return all(request.prompt_ids is not None and request.output_ids is not None for request in requests)
 
 
-def _run(serve: Any, requests: list[Request]) -> Run:
-    """Run with a bar on stderr, if that is a terminal."""
+def _run(serve: Any, requests: list[Request], bar: bool) -> Run:
+    """Run with a bar on stderr, if it is wanted and that is a terminal."""
     err = Console(stderr=True)
     columns = (TextColumn("serving"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+    with Progress(*columns, console=err, transient=True, disable=not (bar and err.is_terminal)) as progress:
         task = progress.add_task("serving", total=len(requests))
         result: Run = serve(requests, lambda: progress.advance(task))
     return result
@@ -406,6 +490,8 @@ def _print(report: dict[str, Any]) -> None:
     out.print(
         f"simulated {report['steps']:,} steps in {simulator['wall_s']:.1f} s, {simulator['us_per_step']:,.0f} us each"
     )
+    if len(report["comparison"]) > 1:
+        _print_comparison(out, report["comparison"])
     for note in report["notes"]:
         out.print(f"note: {note}", style="dim")
 
@@ -419,3 +505,13 @@ def _drafts(drafts: dict[str, Any]) -> str:
         return text
     verdict = "speculation gains" if length > needed else "speculation loses"
     return f"{text}; {needed:.2f} are needed to break even: {verdict}"
+
+
+def _print_comparison(out: Console, rows: list[dict[str, Any]]) -> None:
+    table = Table(title="Memory policies compared", title_justify="left")
+    table.add_column("policy")
+    for _, words, _ in COMPARED:
+        table.add_column(words, justify="right")
+    for row in rows:
+        table.add_row(row["policy"], *(format(row[key], shown.replace("d", "")) for key, _, shown in COMPARED))
+    out.print(table)
