@@ -1,11 +1,11 @@
 """What goes wrong in a soak, and when: a schedule drawn from a seed, and the hands that do it.
 
-    kill        a worker dies by kill -9 and is started again
-    stop        a worker stands still for some seconds, as in a machine that is paused
-    slow, hang, fail    a worker's store answers late, not at all, or with errors for some seconds
-    damage      values' bytes are flipped, overwritten, cut off, swapped, or their files removed
-    full        something else fills the file system for some seconds
-    index       every process of the embedded store dies and its index is damaged or removed before they come back
+kill        a worker dies by kill -9 and is started again
+stop        a worker stands still for some seconds, as in a machine that is paused
+slow, hang, fail    a worker's store answers late, not at all, or with errors for some seconds
+damage      values' bytes are flipped, overwritten, cut off, swapped, or their files removed
+full        something else fills the file system for some seconds
+index       every process of the embedded store dies and its index is damaged or removed before they come back
 """
 
 from __future__ import annotations
@@ -56,11 +56,8 @@ def damage_values(root: Path, draw: int) -> int:
             else:
                 damage_file(path, kind, rng)
             done += 1
-        except FileNotFoundError:
-            pass  # evicted meanwhile
-        except OSError as error:
-            if error.errno is None:
-                raise  # the same file twice, says shutil
+        except OSError:
+            continue  # evicted meanwhile, the same file twice, or the disk is full just now
     return done
 
 
@@ -74,8 +71,8 @@ def damage_segments(root: Path, draw: int) -> int:
                 try:
                     damage_file(path, rng.choice(["flip", "zero", "flip", "flip"]), rng)
                     done += 1
-                except FileNotFoundError:
-                    break
+                except OSError:
+                    break  # evicted meanwhile, or the disk is full just now
             if rng.random() < 0.1 and path.exists():
                 damage_file(path, "cut", rng)
                 done += 1
