@@ -162,9 +162,7 @@ class Soak:
             "beginnings": 60,
         }
         self.slots = []
-        for number, (store, read_only) in enumerate(
-            [("shared", False)] * 3 + [("lmdb", False)] + [("lmdb", True)] * 2
-        ):
+        for number, (store, read_only) in enumerate([("shared", False)] * 3 + [("lmdb", False)] + [("lmdb", True)] * 2):
             connector, config = self.configs[store]
             options = {
                 **common,
@@ -333,9 +331,17 @@ def figures_of(soak: Soak, found: Counter[str], leftovers: int) -> list[Figure]:
         Figure("wrong_tokens", wrong, "queries", target=none, note="queries that read a wrong byte"),
         Figure("unexpected_ends", len(bad), "processes", target=none, note="anything left over, wrong, or a crash"),
         Figure("requests", total["requests"], "requests", note="admitted, in all processes"),
-        Figure("tokens_from_store", total["store_tokens"], "tokens", target=Target("value", ">", 0), note="loaded, not computed"),
+        Figure(
+            "tokens_from_store",
+            total["store_tokens"],
+            "tokens",
+            target=Target("value", ">", 0),
+            note="loaded, not computed",
+        ),
         Figure("rests", total["rests"], "rests", note="moments at which nothing may be held, and nothing was"),
-        Figure("values_damaged", soak.injected["values damaged"], "values", note="bytes flipped, cut, swapped, removed"),
+        Figure(
+            "values_damaged", soak.injected["values damaged"], "values", note="bytes flipped, cut, swapped, removed"
+        ),
         Figure("values_found_corrupt", corrupt, "values", note="by reads, and never served"),
         Figure("lives", len(lives), "processes", note=f"started, for {len(soak.slots)} at a time"),
     ]
@@ -352,7 +358,9 @@ def figures_of(soak: Soak, found: Counter[str], leftovers: int) -> list[Figure]:
             target=Target("value", "<=", 16),
             note=f"the most of {len(memory)} long lives, up to {longest:.1f} min",
         ),
-        Figure("file_growth", max(files) if files else None, "files/h", target=Target("value", "<=", 1), note="the same"),
+        Figure(
+            "file_growth", max(files) if files else None, "files/h", target=Target("value", "<=", 1), note="the same"
+        ),
         Figure("files_left_over", leftovers, "files", target=none, note="unfinished files after gc"),
         Figure(
             "shared_peak",
@@ -361,7 +369,13 @@ def figures_of(soak: Soak, found: Counter[str], leftovers: int) -> list[Figure]:
             target=Target("value", "<=", 1 + 3 / 16),
             note="of max_bytes; three engines may exceed it by 3/16 for a moment",
         ),
-        Figure("lmdb_peak", soak.peaks["lmdb"] / LMDB_BYTES, "fraction", target=Target("value", "<=", 1), note="of max_bytes"),
+        Figure(
+            "lmdb_peak",
+            soak.peaks["lmdb"] / LMDB_BYTES,
+            "fraction",
+            target=Target("value", "<=", 1),
+            note="of max_bytes",
+        ),
         Figure("values_at_the_end", found["HIT"], "values", note="read and right when all had ended"),
         Figure("corrupt_at_the_end", found["CORRUPT"], "values", note="damaged, not read before; removed then"),
     ]

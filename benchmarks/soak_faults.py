@@ -1,15 +1,16 @@
 """What goes wrong in a soak, and when: a schedule drawn from a seed, and the hands that do it.
 
-    kill        a worker dies by kill -9 and is started again
-    stop        a worker stands still for some seconds, as in a machine that is paused
-    slow, hang, fail    a worker's store answers late, not at all, or with errors for some seconds
-    damage      values' bytes are flipped, overwritten, cut off, swapped, or their files removed
-    full        something else fills the file system for some seconds
-    index       every process of the embedded store dies and its index is damaged or removed before they come back
+kill        a worker dies by kill -9 and is started again
+stop        a worker stands still for some seconds, as in a machine that is paused
+slow, hang, fail    a worker's store answers late, not at all, or with errors for some seconds
+damage      values' bytes are flipped, overwritten, cut off, swapped, or their files removed
+full        something else fills the file system for some seconds
+index       every process of the embedded store dies and its index is damaged or removed before they come back
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -44,23 +45,10 @@ def schedule(seed: int, seconds: float, every_s: float) -> list[Event]:
 def damage_values(root: Path, draw: int) -> int:
     """Damage some values of a shared tree; the number of files."""
     rng = random.Random(draw)
-    files = sorted(path for path in root.rglob("*.kv"))
+    files = sorted(root.rglob("*.kv"))
     done = 0
     for path in rng.sample(files, min(len(files), rng.choice([1, 5, 20]))):
-        try:
-            kind = rng.choice(["flip", "flip", "cut", "zero", "swap", "remove"])
-            if kind == "remove":
-                path.unlink()
-            elif kind == "swap":
-                shutil.copyfile(rng.choice(files), path)
-            else:
-                damage_file(path, kind, rng)
-            done += 1
-        except FileNotFoundError:
-            pass  # evicted meanwhile
-        except OSError as error:
-            if error.errno is None:
-                raise  # the same file twice, says shutil
+        done += damage_file(path, rng.choice(["flip", "flip", "cut", "zero", "swap", "remove"]), rng, rng.choice(files))
     return done
 
 
@@ -71,14 +59,9 @@ def damage_segments(root: Path, draw: int) -> int:
     for path in sorted((root / "segments").glob("*.segment")):
         if rng.random() < 0.4:
             for _ in range(rng.choice([1, 4, 16])):
-                try:
-                    damage_file(path, rng.choice(["flip", "zero", "flip", "flip"]), rng)
-                    done += 1
-                except FileNotFoundError:
-                    break
-            if rng.random() < 0.1 and path.exists():
-                damage_file(path, "cut", rng)
-                done += 1
+                done += damage_file(path, rng.choice(["flip", "flip", "flip", "zero"]), rng)
+            if rng.random() < 0.1:
+                done += damage_file(path, "cut", rng)
     return done
 
 
@@ -97,21 +80,30 @@ def damage_index(root: Path, draw: int) -> str:
     return kind
 
 
-def damage_file(path: Path, kind: str, rng: random.Random) -> None:
-    """Flip a bit, zero some bytes, or cut the file off, in place."""
-    fd = os.open(path, os.O_RDWR)
+def damage_file(path: Path, kind: str, rng: random.Random, other: Path | None = None) -> bool:
+    """Flip a bit, zero some bytes, cut the file off, copy another over it, or remove it; whether it could be done.
+
+    It cannot where the file has been evicted meanwhile, or the disk is full just now.
+    """
     try:
-        size = os.fstat(fd).st_size
-        at = rng.randrange(size or 1)
-        if kind == "flip" and size:
-            byte = os.pread(fd, 1, at)
-            os.pwrite(fd, bytes([byte[0] ^ 1 << rng.randrange(8)]) if byte else b"x", at)
-        elif kind == "zero":
-            os.pwrite(fd, bytes(min(rng.choice([8, 512, 4096]), size - at)), at)
-        elif kind == "cut":
-            os.ftruncate(fd, at)
-    finally:
-        os.close(fd)
+        if kind == "remove":
+            path.unlink()
+        elif kind == "swap" and other is not None:
+            path.write_bytes(other.read_bytes())
+        else:
+            with path.open("r+b", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                at = rng.randrange(size or 1)
+                if kind == "cut":
+                    file.truncate(at)
+                elif kind == "zero":
+                    os.pwrite(file.fileno(), bytes(min(rng.choice([8, 512, 4096]), size - at)), at)
+                elif size:
+                    (byte,) = os.pread(file.fileno(), 1, at) or b"\0"
+                    os.pwrite(file.fileno(), bytes([byte ^ 1 << rng.randrange(8)]), at)
+    except OSError:
+        return False
+    return True
 
 
 class Ballast:
@@ -124,12 +116,10 @@ class Ballast:
         """Leave no more than some pages."""
         left = random.Random(draw).choice([0, 4096, 100_000])
         found = os.statvfs(self._file.parent)
-        size = max(found.f_bavail * found.f_frsize - left, 0)
-        with self._file.open("wb") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, max(size, 1))
-            except OSError:
-                file.truncate(0)  # somebody was faster; it is nearly full then
+        size = max(found.f_bavail * found.f_frsize - left, 1)
+        # Where somebody else is faster it is full all the same.
+        with contextlib.suppress(OSError), self._file.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
 
     def free(self) -> None:
         """Give the room back."""

@@ -7,7 +7,8 @@ comes to rest: all requests leave, and nothing may be held any more. At every re
 at the end of a round everything is closed, and neither file nor thread may be left. What the engine of `tests/offload`
 checks is every token's bytes against a hash of its whole history, so one wrong byte ends the process with an error.
 
-Lines read: `slow S`, `hang S`, `fail S` (for S seconds the store's calls take up to 50 ms, hang, or answer ERROR), `end`.
+Lines read: `slow S`, `hang S`, `fail S` (for S seconds the store's calls take up to 50 ms, hang, or answer ERROR), and
+`end`.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@
         def open_small(self, place, num_bytes): ...             # optional: the store, bounded to about `num_bytes`
 
 `place` is what two openings share: a new empty directory for every test; override the fixture for a store that needs
-something else (a key prefix, a bucket). The store must be opened with a lossless codec and must be empty. Tests for
-hooks that are not there are skipped, and say so. Values are 1 byte or longer. Beyond the promises in `store`:
+something else (a key prefix, a bucket). The store must be opened with a lossless codec and must be empty. Tests of what
+the class does not claim, or has no hooks for, are not collected; `pytest -rP -k test_claims` lists them. A test that
+does not fit is left out by `test_its_name = None`. Values are 1 byte or longer. Beyond the promises in `store`:
 
 - a value of another length than the buffer is CORRUPT and is removed: it would otherwise stay in the way for ever;
 - the first of two values for one key in a batch is STORED, the second PRESENT;
@@ -33,7 +34,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pytest
@@ -74,6 +75,21 @@ def value_of(key: StoreKey, size: int) -> bytes:
     return np.random.default_rng([size, *key]).bytes(size)
 
 
+_CLAIMS = ("persistent", "shared", "holds", "scans", "exact_stats")
+_HOOKS = ("open_small", "stored", "overwrite")
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def _needs(*names: str) -> Callable[[Test], Test]:
+    """Have a test collected only for classes that claim these attributes, and define these hooks."""
+
+    def note(test: Test) -> Test:
+        test.needs = names  # type: ignore[attr-defined]
+        return test
+
+    return note
+
+
 class StoreConformance:
     """Subclass it as a pytest class, and say what the store can do."""
 
@@ -92,6 +108,27 @@ class StoreConformance:
     sizes: Sequence[int] = (1, 2, 3, 63, 4095, 4096, 4097, 65_537, (1 << 20) + 13, (3 << 20) - 1)
     """Lengths of values that are tried."""
 
+    _left_out: ClassVar[dict[str, list[str]]] = {}  # tests that a class does not have, and what they need
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        inherited, left_out = cls._left_out, dict[str, list[str]]()
+        for name, test in vars(StoreConformance).items():
+            if name in vars(cls):
+                continue  # the class has its own, or none
+            lacks = [need for need in getattr(test, "needs", ()) if not cls._claims(need)]
+            if lacks:
+                left_out[name] = lacks
+                setattr(cls, name, None)
+            elif name in inherited:
+                setattr(cls, name, test)  # its parent could not, and it can
+        cls._left_out = left_out
+
+    @classmethod
+    def _claims(cls, name: str) -> bool:
+        mine = getattr(cls, name)
+        return mine if isinstance(mine, bool) else mine is not getattr(StoreConformance, name)
+
     @pytest.fixture
     def place(self, tmp_path: Path) -> Any:
         """What is opened: new and empty for every test."""
@@ -109,15 +146,28 @@ class StoreConformance:
 
     def open_small(self, place: Any, num_bytes: int) -> Store:
         """The store on a place, holding about `num_bytes` at most."""
-        pytest.skip("the store is not bounded, or open_small is not given")
+        raise NotImplementedError
 
     def stored(self, store: Store, place: Any, key: StoreKey) -> bytes:
         """A value as it lies on the tier: header and payload."""
-        pytest.skip("stored and overwrite are not given")
+        raise NotImplementedError
 
     def overwrite(self, store: Store, place: Any, key: StoreKey, data: bytes) -> None:
         """Put other bytes in the place of a value that is there; zeros follow shorter ones where lengths are fixed."""
-        pytest.skip("stored and overwrite are not given")
+        raise NotImplementedError
+
+    def test_claims(self) -> None:
+        """Print what the class claims, and what is therefore not tested."""
+        names = [*_CLAIMS, *_HOOKS]
+        claimed = [name for name in names if self._claims(name)]
+        print(f"claimed: {', '.join(claimed)}; not claimed: {', '.join(sorted(set(names) - set(claimed)))}")
+        for name in vars(StoreConformance):
+            if name in self._left_out:
+                print(f"not tested, for want of {' and '.join(self._left_out[name])}: {name}")
+            elif name.startswith("test_") and getattr(self, name) is None:
+                print(f"not tested, left out by the class: {name}")
+        assert all(isinstance(getattr(self, name), bool) for name in _CLAIMS), "a claim is True or False"
+        assert self._claims("stored") is self._claims("overwrite"), "stored and overwrite come together"
 
     # What goes in comes out.
 
@@ -244,6 +294,7 @@ class StoreConformance:
 
     # What is damaged.
 
+    @_needs("stored", "overwrite")
     def test_a_flipped_bit_anywhere_is_found(self, store: Store, place: Any) -> None:
         key, size = key_of(1), 5003
         places = [offset for offset, _ in _FIELDS.values()] + [
@@ -260,6 +311,7 @@ class StoreConformance:
             self.overwrite(store, place, key, bytes(data))
             self._expect_corrupt(store, key, size, count)
 
+    @_needs("stored", "overwrite")
     def test_forged_headers_are_refused(self, store: Store, place: Any) -> None:
         key, size = key_of(1), 5003
         forged = {
@@ -279,6 +331,7 @@ class StoreConformance:
             self.overwrite(store, place, key, _forge(self.stored(store, place, key), changes))
             self._expect_corrupt(store, key, size, count)
 
+    @_needs("stored", "overwrite")
     def test_truncated_values_are_found(self, store: Store, place: Any) -> None:
         key, size = key_of(1), 5003
         for count, left in enumerate((0, 1, 50, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + size - 1), 1):
@@ -286,6 +339,7 @@ class StoreConformance:
             self.overwrite(store, place, key, self.stored(store, place, key)[:left])
             self._expect_corrupt(store, key, size, count)
 
+    @_needs("stored", "overwrite")
     def test_a_value_under_anothers_key_is_never_served(self, store: Store, place: Any) -> None:
         keys = [key_of(1), key_of(2)]
         _put(store, keys, 5003)
@@ -293,6 +347,7 @@ class StoreConformance:
         self._expect_corrupt(store, keys[0], 5003, 1)
         assert _get(store, [keys[1]], [5003]) == [value_of(keys[1], 5003)]
 
+    @_needs("stored", "overwrite")
     def test_one_keys_fault_stays_its_own(self, store: Store, place: Any) -> None:
         keys = [key_of(i) for i in range(6)]
         _put(store, keys[:5], 3000)
@@ -306,6 +361,7 @@ class StoreConformance:
         outcomes = store.stats().outcomes
         assert [outcomes["get", status] for status in (HIT, CORRUPT, MISS)] == [3, 2, 1]
 
+    @_needs("stored", "overwrite")
     def test_verify_finds_and_removes_what_is_damaged(self, store: Store, place: Any) -> None:
         keys = [key_of(i) for i in range(4)]
         _put(store, keys[:3], 3000)
@@ -329,9 +385,8 @@ class StoreConformance:
 
     # What is counted.
 
+    @_needs("scans")
     def test_scan_finds_what_is_there(self, store: Store) -> None:
-        if not self.scans:
-            pytest.skip("the store does not scan")
         keys = [key_of(i) for i in range(60)]
         _put(store, keys, 2000)
         store.delete(keys[40:])
@@ -364,9 +419,8 @@ class StoreConformance:
         assert store.stats().outcomes == expected + Counter({("delete", DELETED): 2, ("delete", MISS): 1})
         assert not store.stats().faults
 
+    @_needs("exact_stats")
     def test_accounting_is_exact_and_returns_to_nothing(self, store: Store) -> None:
-        if not self.exact_stats:
-            pytest.skip("the store's stats are not exact")
         rng, there = random.Random(5), dict[StoreKey, int]()
         for _ in range(200):
             key, size = key_of(rng.randrange(40)), rng.choice((1, 700, 5000, 40_000))
@@ -436,9 +490,8 @@ class StoreConformance:
                 assert buffer in values
         other.close()
 
+    @_needs("shared")
     def test_another_store_on_the_same_place(self, store: Store, place: Any) -> None:
-        if not self.shared:
-            pytest.skip("one store at a time")
         keys = [key_of(i) for i in range(20)]
         _put(store, keys, 3000)
         with self.open_store(place) as other:
@@ -446,9 +499,8 @@ class StoreConformance:
             other.delete(keys[:10])
             assert store.contains(keys) == [MISS] * 10 + [HIT] * 10
 
+    @_needs("persistent")
     def test_values_survive_a_new_opening(self, place: Any) -> None:
-        if not self.persistent:
-            pytest.skip("the store is not persistent")
         keys = [key_of(i) for i in range(50)]
         with self.open_store(place) as store:
             _put(store, keys, 9000)
@@ -464,6 +516,7 @@ class StoreConformance:
 
     # What is full.
 
+    @_needs("open_small")
     def test_a_full_store_evicts_and_stays_within_its_bound(self, place: Any) -> None:
         with self.open_small(place, 1 << 20) as store:
             capacity = store.stats().capacity_bytes
@@ -477,10 +530,9 @@ class StoreConformance:
             assert store.put([key_of(200)], [bytes(8 << 20)]) in ([FULL], [REFUSED])
             assert _served(store, range(100), 50_000) > 0
 
+    @_needs("open_small", "holds")
     def test_a_lease_holds_values_until_it_is_closed(self, place: Any) -> None:
         with self.open_small(place, 1 << 20) as store:
-            if not self.holds:
-                pytest.skip("leases hold nothing")
             held = [key_of(number) for number in range(4)]
             _put(store, held, 50_000)
             outer = store.lease([*held, key_of(999)])
@@ -502,10 +554,9 @@ class StoreConformance:
                 _get(store, [key_of(number)] * 2, [50_000] * 2)
             assert MISS in store.contains(held)
 
+    @_needs("open_small", "holds")
     def test_a_store_whose_values_are_all_held_is_full_and_recovers(self, place: Any) -> None:
         with self.open_small(place, 1 << 20) as store:
-            if not self.holds:
-                pytest.skip("leases hold nothing")
             _put(store, [key_of(number) for number in range(100)], 50_000)
             keys = [key_of(number) for number in range(100)]
             leases = [store.lease(keys)]

@@ -72,3 +72,61 @@ def test_waste_without_the_trace_is_null_and_says_so(tmp_path: Path) -> None:
     assert "KVTIDE_SHARED" in complaint
     for figure in figures.values():
         assert figure["value"] is figure["peer"] is figure["met"] is None
+
+
+def test_soak(tmp_path: Path) -> None:
+    figures, _ = run("soak.py", tmp_path / "out.json", "--seed", "3")
+    for name in ("wrong_tokens", "unexpected_ends", "files_left_over"):
+        assert (figures[name]["value"], figures[name]["met"]) == (0, True), name
+    assert figures["tokens_checked"]["value"] > 0
+    assert figures["injected/kill"]["value"] > 0
+    assert figures["memory_growth"]["value"] is None  # too short to say
+
+
+SABOTAGE = """
+from kvtide.connectors.host import HostConnector
+
+class Lying(HostConnector):
+    def get_into(self, keys, buffers):
+        statuses = super().get_into(keys, buffers)
+        for buffer in buffers:
+            memoryview(buffer).cast("B")[0] ^= 1
+        return statuses
+
+class Leaking(HostConnector):
+    def close(self):
+        self.file = open("/dev/null")
+        kept.append(self)
+        super().close()
+
+kept = []
+"""
+
+
+@pytest.mark.parametrize(("kind", "complaint"), [("Lying", "the query at"), ("Leaking", "files and threads before")])
+def test_a_soak_worker_sees_what_is_wrong(kind: str, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "sabotage.py").write_text(SABOTAGE)
+    options = {
+        "seed": "1",
+        "layouts": ["gemma"],
+        "connector": f"sabotage:{kind}",
+        "config": {"max_bytes": "4MiB"},
+        "read_only": False,
+        "cleans": False,
+        "rests": 1,
+        "rest_s": 1.0,
+        "pause_s": 0.0,
+        "beginnings": 2,
+    }
+    with subprocess.Popen(
+        [sys.executable, BENCHMARKS / "soak_worker.py", json.dumps(options)],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as worker:
+        assert worker.stdout is not None
+        lines = [json.loads(line) for line in worker.stdout]
+    assert worker.returncode == 1
+    assert lines[-1]["what"] == "failed"
+    assert complaint in lines[-1]["reason"]

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -345,3 +346,13 @@ def test_any_json_value_in_any_place(tmp_path, sample, data):
     target = row["requests"][0] if "requests" in row and data.draw(st.booleans()) else row
     target[data.draw(st.sampled_from(sorted(target)))] = data.draw(JSON)
     read_or_refuse(write(tmp_path, json.dumps(row)))
+
+
+def test_a_small_document_takes_little_memory(tmp_path):
+    path = write(tmp_path, WEKA)
+    tracemalloc.start()
+    try:
+        assert len(list(open_trace(path))) == 1
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()

@@ -282,3 +282,10 @@ def test_any_value_gives_a_layout_or_a_config_error(key: str, value: Any) -> Non
 def test_any_spec_value_gives_a_layout_or_a_config_error(key: str, value: Any) -> None:
     layout = read_or_refuse({**SMALL, "specs": {"full": {**SMALL["specs"]["full"], key: value}}})
     assert layout is None or layout.bytes_per_token > 0
+
+
+def test_a_large_file_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "large.yaml"
+    path.write_text("#" * (2**20 + 1))
+    with pytest.raises(ConfigError, match="is larger than 1048576 bytes; a YAML config is not"):
+        ModelLayout.from_yaml(path)

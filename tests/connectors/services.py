@@ -57,7 +57,7 @@ class Service:
             with_us = ["setpriv", "--pdeathsig", "KILL", "--"] if shutil.which("setpriv") else []
             command = [*with_us, *self._command]
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not self._ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.kill()
@@ -226,7 +226,7 @@ def program(name: str) -> str:
     return found
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     """Ask until it is so."""
     deadline = time.monotonic() + seconds
     while not condition():

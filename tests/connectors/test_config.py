@@ -237,3 +237,50 @@ def test_a_stack_s_own_settings_are_checked_before_it_is_opened():
         stack = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [fine], **extra}}
         with pytest.raises(ConfigError, match=message):
             load_config(stack, environ={})
+
+
+BOMB = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'x'] * 9)}]\n" for i in range(10))
+HUGE_HEX = "0x" + "f" * 5000
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("kv_role: 2024-13-45", "has a value that cannot be read: month must be in 1..12"),
+        ("kv_port: " + "9" * 5000, "has a value that cannot be read: Exceeds the limit"),
+        ("a\0b: 1", "is not valid YAML: unacceptable character #x0000: special characters are not allowed in"),
+        (f"kv_connector: HostConnector\nkv_role: {HUGE_HEX}", "kv_role is a number of 20000 bits"),
+        (f"{BOMB}kv_connector: *a9", "has no key 'a0'"),
+        ("kv_connector: HostConnector\nkv_role: &a [*a]", "kv_role is [[[["),
+        (f"kv_connector: HostConnector\nkv_connector_extra_config: {{max_bytes: {HUGE_HEX}}}", "exceeds the limit"),
+    ],
+    ids=["date", "digits", "nul", "hex", "aliases", "circle", "setting"],
+)
+def test_values_that_yaml_makes_of_odd_text(text, expected, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(expected)) as caught:
+        load_config(path, environ={})
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("KV_ROLE", "2024-13-45", "kv_role is '2024-13-45'"),
+        ("KV_ROLE", "[" * 3000, "KVTIDE_CONFIG__KV_ROLE nests too deeply"),
+        ("KV_ROLE", HUGE_HEX, "kv_role is a number of 20000 bits"),
+        ("KV_CONNECTOR_EXTRA_CONFIG__CONNECTORS__²", "1", "'²' is no place of a list of 1"),
+    ],
+)
+def test_odd_overrides_are_refused(name, value, expected):
+    config = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [{}]}}
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        load_config(config, environ={"KVTIDE_CONFIG__" + name: value})
+
+
+def test_a_document_that_is_taken_for_a_path_is_not_repeated_whole():
+    with pytest.raises(ConfigError, match="cannot be read: File name too long") as caught:
+        load_config("x" * 5000, environ={})
+    assert len(str(caught.value)) < 200

@@ -98,11 +98,13 @@ def test_a_hung_master_is_an_error_in_time_and_costs_nothing_afterwards(
         with mooncake.service.paused():
             started = time.monotonic()
             assert store.get_into(keys, buffers) == [Status.ERROR] * 40
-            assert time.monotonic() - started < 1.5
-            started = time.monotonic()  # its lane is lost to the call that hangs: no call waits again
+            assert time.monotonic() - started < 40 * 0.5 / 2  # one time limit, and not one a key
+            # Its lane is lost to the call that hangs: no call waits for it, however long the time limit.
+            store._lanes.seconds = 120.0
+            started = time.monotonic()
             assert store.put([key_of(99)], [b"value"]) == store.delete(keys[:1]) == [Status.ERROR]
             assert store.headers(keys[:1]) == [None]
-            assert time.monotonic() - started < 0.4
+            assert time.monotonic() - started < 60
             assert list(store.scan()) == []
         services.wait_for(lambda: not any(lane.hung for lane in store._lanes.all))
         # The call that was given up on has read its values by now, and not into the caller's buffers.
@@ -120,7 +122,7 @@ def test_a_master_that_dies_is_an_error_and_one_that_comes_back_is_empty(tmp_pat
         started = time.monotonic()
         assert set(store.contains(keys)) == {Status.ERROR}
         assert set(store.get_into(keys, [bytearray(100_000) for _ in keys])) == {Status.ERROR}
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 20
         assert store.stats().faults["connection"] + store.stats().faults["timeout"] >= 20
         server.service.start()
         values = [value_of(key, 100_000) for key in keys]
@@ -248,7 +250,7 @@ def test_a_master_that_is_not_there_is_an_error_of_the_configuration() -> None:
     started = time.monotonic()
     with pytest.raises(ConfigError, match=r"master_server_address '127.0.0.1:1' cannot be reached: .*refused"):
         MooncakeConnector(MooncakeConfig(master_server_address="127.0.0.1:1"))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize(

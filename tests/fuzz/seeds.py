@@ -28,7 +28,11 @@ TRACES = {
     '{"t": 3, "requests": [{"t": 1, "in": 70, "out": 2, "hash_ids": [2]}]}]}',
 }
 SERVEGEN_DATASET = {
-    "0": {"input_tokens": "{10: 0.25, 30: 0.75}", "output_tokens": "{100: 0.5}", "reason_ratio": "{0.0: 0.5, 0.5: 0.5}"},
+    "0": {
+        "input_tokens": "{10: 0.25, 30: 0.75}",
+        "output_tokens": "{100: 0.5}",
+        "reason_ratio": "{0.0: 0.5, 0.5: 0.5}",
+    },
     "600": {
         "text_tokens": "{40: 1.0}",
         "image_tokens": "{0: 0.0, 500: 0.5}",

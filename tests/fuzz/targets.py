@@ -1,7 +1,7 @@
 """What is fuzzed: for every reader of foreign input a strategy, and a call that may only succeed or refuse.
 
-A call gets one example and an empty folder. `KvtideError` with a sentence on one line is a refusal; everything else that
-is raised is a finding, and so is a wrong answer, which the call asserts.
+A call gets one example and an empty folder. `KvtideError` with a sentence on one line is a refusal; everything else
+that is raised is a finding, and so is a wrong answer, which the call asserts.
 """
 
 from __future__ import annotations
@@ -149,24 +149,41 @@ def _connectors() -> st.SearchStrategy[Any]:
                 safe(inner)
         return data
 
-    made_up = st.builds(lambda name, extra: {"kv_connector": name, "kv_connector_extra_config": extra}, modules, random_json(names))
+    made_up = st.builds(
+        lambda name, extra: {"kv_connector": name, "kv_connector_extra_config": extra}, modules, random_json(names)
+    )
     data = (edited_json(seeds.CONNECTORS, names) | made_up | random_json(names)).map(safe)
     texts = edited_bytes([yaml.safe_dump(each).encode() for each in seeds.CONNECTORS]).filter(
         lambda text: b"odule_path" not in text and text.count(b"kv_connector:") == text.count(b"Connector\n")
     )
     bomb = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'x'] * 9)}]\n" for i in range(10))
-    odd = ["kv_connector: &a [*a]", bomb, bomb + "kv_connector: *a9", "kv_connector: {? [1]: 2}", "kv_port: 0x" + "f" * 5000]
-    odd += ["kv_connector: HostConnector\nkv_connector_extra_config: {max_bytes: 0x" + "f" * 5000 + "}", "kv_role: 2024-13-45"]
+    odd = [
+        "kv_connector: &a [*a]",
+        bomb,
+        bomb + "kv_connector: *a9",
+        "kv_connector: {? [1]: 2}",
+        "kv_port: 0x" + "f" * 5000,
+    ]
+    odd += [
+        "kv_connector: HostConnector\nkv_connector_extra_config: {max_bytes: 0x" + "f" * 5000 + "}",
+        "kv_role: 2024-13-45",
+    ]
     odd += [f"kv_connector: HostConnector\nkv_role: 2\n{bomb}", f"{bomb}kv_connector: HostConnector\nkv_role: *a9\n"]
     texts |= st.sampled_from(odd).map(str.encode)
-    variable = st.lists(st.sampled_from(names).map(str.upper) | st.sampled_from(["0", "CONNECTORS", "²", ""]), min_size=1, max_size=4)
+    variable = st.lists(
+        st.sampled_from(names).map(str.upper) | st.sampled_from(["0", "CONNECTORS", "²", ""]), min_size=1, max_size=4
+    )
     text = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=12)
     number = edges.filter(lambda value: not isinstance(value, str | list | dict)).map(str_of)
     environ = st.dictionaries(
         variable.map(lambda words: connector_config.ENV_PREFIX + "__".join(words)).filter(
             lambda name: not name.endswith(("KV_CONNECTOR", "MODULE_PATH"))
         ),
-        text | number | st.sampled_from(["[" * 3000, "&a [*a]", "0x" + "f" * 5000, "2024-99-99", "{a: 1}", "[1, 2]", "!!python/object:os.system x"]),
+        text
+        | number
+        | st.sampled_from(
+            ["[" * 3000, "&a [*a]", "0x" + "f" * 5000, "2024-99-99", "{a: 1}", "[1, 2]", "!!python/object:os.system x"]
+        ),
         max_size=2,
     )
     return st.tuples(data | texts, st.sampled_from(["text", "json", "yaml", "object"]), environ)
@@ -207,7 +224,15 @@ def _traces() -> st.SearchStrategy[Any]:
     folders = st.fixed_dictionaries(
         {"chunk-0-dataset.json": datasets, "chunk-0-trace.csv": edited_bytes([seeds.SERVEGEN_CURVE.encode()])}
     )
-    columns = st.sampled_from([None, None, {"input": "ContextTokens", "output": "GeneratedTokens", "arrival": "TIMESTAMP"}, {"input": "in"}, {}])
+    columns = st.sampled_from(
+        [
+            None,
+            None,
+            {"input": "ContextTokens", "output": "GeneratedTokens", "arrival": "TIMESTAMP"},
+            {"input": "in"},
+            {},
+        ]
+    )
     options = st.fixed_dictionaries(
         {},
         optional={
@@ -241,7 +266,9 @@ def read_recorded_run(example: Any, folder: Path) -> None:
 
 def _speculation() -> st.SearchStrategy[Any]:
     objects = edited_json(seeds.SPECULATIVE) | random_json([key for each in seeds.SPECULATIVE for key in each])
-    odd = st.sampled_from(["{a: 2024-13-45}", "{" * 3000, "{a: 0x" + "f" * 5000 + "}", "{? [1]: 2}", "{&a b: *a}", "{a: &a [*a]}"])
+    odd = st.sampled_from(
+        ["{a: 2024-13-45}", "{" * 3000, "{a: 0x" + "f" * 5000 + "}", "{? [1]: 2}", "{&a b: *a}", "{a: &a [*a]}"]
+    )
     texts = edited_bytes([json.dumps(each).encode() for each in seeds.SPECULATIVE])
     return objects | odd | texts.map(lambda text: text.decode("utf-8", "replace"))
 
@@ -249,7 +276,11 @@ def _speculation() -> st.SearchStrategy[Any]:
 def _recorded_runs() -> st.SearchStrategy[Any]:
     def document(seed: dict[str, Any]) -> st.SearchStrategy[bytes]:
         text = json.dumps(seed).encode()
-        return edited_json([seed]).map(lambda data: as_text(data).encode("utf-8", "surrogatepass")) | edited_bytes([text]) | st.just(text)
+        return (
+            edited_json([seed]).map(lambda data: as_text(data).encode("utf-8", "surrogatepass"))
+            | edited_bytes([text])
+            | st.just(text)
+        )
 
     return st.tuples(document(seeds.RECORDED_META), document(seeds.RECORDED_REQUEST))
 
@@ -264,9 +295,7 @@ HEADER = struct.Struct("<4sHHQQQ32s16sQ")
 def read_value(example: Any, folder: Path) -> None:
     """A header whose checksum is right whatever it says, and a payload whose digest is."""
     codec, raw_bytes, stored_bytes, payload, view_bytes = example
-    fields = HEADER.pack(
-        b"KVTV", 1, codec, raw_bytes, stored_bytes, 0, key_of(1), xxhash.xxh3_128_digest(payload), 0
-    )
+    fields = HEADER.pack(b"KVTV", 1, codec, raw_bytes, stored_bytes, 0, key_of(1), xxhash.xxh3_128_digest(payload), 0)
     data = fields + xxhash.xxh3_64_intdigest(fields).to_bytes(8, "little")
     with contextlib.suppress(BadValue):
         header = parse_header(data, key_of(1), max_value_bytes=1 << 20)
@@ -412,11 +441,17 @@ def run_command(example: Any, folder: Path) -> None:
 def _commands() -> st.SearchStrategy[Any]:
     models = [*preset_names()[:4], "gemma-3-27b", "@config.json", "@layout.yaml", "nowhere", "@", ""]
     files = {
-        "config.json": edited_json(seeds.model_configs()).map(as_text).map(_utf8) | st.just(json.dumps(seeds.TINY_CONFIG).encode()),
+        "config.json": edited_json(seeds.model_configs()).map(as_text).map(_utf8)
+        | st.just(json.dumps(seeds.TINY_CONFIG).encode()),
         "layout.yaml": edited_bytes([seeds.LAYOUT_YAML.encode()]) | st.just(seeds.LAYOUT_YAML.encode()),
         "trace.jsonl": edited_bytes([seeds.TRACES["mooncake"].encode()]) | st.just(seeds.TRACES["mooncake"].encode()),
-        "store.json": st.just(b'{"kv_connector": "LMDBConnector", "kv_connector_extra_config": {"path": "kv", "max_bytes": "8MiB"}}'),
-        "other.json": edited_json([seeds.CONNECTORS[1]], most=2).map(as_text).map(_utf8).filter(lambda text: b":" in text and b"module" not in text),
+        "store.json": st.just(
+            b'{"kv_connector": "LMDBConnector", "kv_connector_extra_config": {"path": "kv", "max_bytes": "8MiB"}}'
+        ),
+        "other.json": edited_json([seeds.CONNECTORS[1]], most=2)
+        .map(as_text)
+        .map(_utf8)
+        .filter(lambda text: b":" in text and b"module" not in text),
     }
     texts = {
         "model": models,
@@ -428,15 +463,38 @@ def _commands() -> st.SearchStrategy[Any]:
         "config": ["@store.json", "@other.json", "nowhere"],
         "file": ["@store.json", "@other.json", "nowhere"],
         "kv_dtype": ["auto", "bf16", "fp8", "fp8_ds_mla", "int4", ""],
-        "speculative_config": ['{"method": "mtp", "num_speculative_tokens": 2}', '{"num_speculative_tokens": -1}', "{", "[]"],
+        "speculative_config": [
+            '{"method": "mtp", "num_speculative_tokens": 2}',
+            '{"num_speculative_tokens": -1}',
+            "{",
+            "[]",
+        ],
         "acceptance_rates": ["0.8,0.5", "1,1,1", "nan", ",", ""],
         "trace_columns": ["input=input_length,output=output_length", "input", "=,=", ""],
         "size": ["4KiB", "1MiB", "0", "x"],
         "total": ["64KiB", "1MiB", "0", "x"],
         "latent": ["512+64", "1", "0+0", "x"],
     }
-    junk = st.sampled_from(["", "-1", "0", "²", "x", "nan", "inf", "1e400", "9" * 30, "9" * 5000, "\udc80", "--", "-", "a" * 300])
-    numbers = st.sampled_from(["1", "2", "3", "7", "16", "64", "1000", "131072", "0", "-1", "4294967296", "1099511627776", "99999999999999999999"])
+    junk = st.sampled_from(
+        ["", "-1", "0", "²", "x", "nan", "inf", "1e400", "9" * 30, "9" * 5000, "\udc80", "--", "-", "a" * 300]
+    )
+    numbers = st.sampled_from(
+        [
+            "1",
+            "2",
+            "3",
+            "7",
+            "16",
+            "64",
+            "1000",
+            "131072",
+            "0",
+            "-1",
+            "4294967296",
+            "1099511627776",
+            "99999999999999999999",
+        ]
+    )
 
     def one(param: click.Parameter) -> st.SearchStrategy[list[str]]:
         name = param.name or ""
@@ -460,15 +518,17 @@ def _commands() -> st.SearchStrategy[Any]:
         rest = [param for param in command.params if not param.required]
         # Few requests, or a run takes longer than it can find anything.
         few = [["--num-requests", "3"]] if any(param.name == "num_requests" for param in rest) else []
-        chosen = st.lists(st.sampled_from(rest), max_size=5, unique_by=lambda param: param.name) if rest else st.just([])
+        chosen = (
+            st.lists(st.sampled_from(rest), max_size=5, unique_by=lambda param: param.name) if rest else st.just([])
+        )
         given = st.tuples(*(one(param) for param in needed))
         return st.tuples(given, chosen.flatmap(lambda params: st.tuples(*(one(param) for param in params)))).map(
             lambda parts: [*path, *(text for part in (*parts[0], *few, *parts[1]) for text in part)]
         )
 
-    # `demo` takes nothing, and a second and 2 GiB of addresses every time.
-    names = [name for name in command_line.COMMANDS if name != "demo"]
-    strategies = [arguments(path, command) for path, command in _walk(command_line.cli, []) if path != ["demo"]]
+    # These read nothing of others, and take seconds and gigabytes of addresses.
+    names = [name for name in command_line.COMMANDS if name not in ("demo", "doctor")]
+    strategies = [arguments(path, command) for path, command in _walk(command_line.cli, []) if path[0] in names]
     anything = st.lists(st.sampled_from([*names, "-h", "--version", "--json", "--", "x"]) | junk, max_size=4)
     found = st.one_of(*strategies, anything).filter(lambda words: not any("\0" in word for word in words))
     return st.tuples(found, st.fixed_dictionaries(files))
@@ -493,9 +553,15 @@ def _models() -> st.SearchStrategy[Any]:
     configs = seeds.model_configs()
     names = sorted({key for config in configs for key in config} | set(seeds.TINY_PARAMS))
     data = edited_json(configs) | random_json(names)
-    data |= st.builds(lambda kind, rest: {**rest, "model_type": kind}, st.sampled_from(sorted({c["model_type"] for c in configs})), random_json(names))
+    data |= st.builds(
+        lambda kind, rest: {**rest, "model_type": kind},
+        st.sampled_from(sorted({c["model_type"] for c in configs})),
+        random_json(names),
+    )
     hf = st.tuples(data | edited_bytes([as_text(config).encode() for config in configs]), st.booleans(), st.just(False))
-    params = st.tuples(edited_json([seeds.TINY_PARAMS]) | random_json([*seeds.TINY_PARAMS]), st.booleans(), st.just(True))
+    params = st.tuples(
+        edited_json([seeds.TINY_PARAMS]) | random_json([*seeds.TINY_PARAMS]), st.booleans(), st.just(True)
+    )
     return hf | params
 
 
@@ -521,6 +587,8 @@ def make_targets() -> dict[str, Callable[[], Target]]:
         "shared files": lambda: Target(
             st.tuples(st.sampled_from(CODEC_NAMES), seed, st.integers(0, len(SIZES) - 1)), read_shared_file, 40
         ),
-        "lmdb files": lambda: Target(st.tuples(st.integers(0, 1000), seed, st.booleans(), st.booleans()), read_lmdb, 20),
+        "lmdb files": lambda: Target(
+            st.tuples(st.integers(0, 1000), seed, st.booleans(), st.booleans()), read_lmdb, 20
+        ),
         "commands": lambda: Target(_commands(), run_command, 60),
     }

@@ -15,7 +15,18 @@ from pathlib import Path
 import pytest
 
 CHILD = Path(__file__).with_name("child.py")
-NAMES = ("models", "layouts", "connectors", "traces", "speculation", "recorded runs", "values", "shared files", "lmdb files", "commands")
+NAMES = (
+    "models",
+    "layouts",
+    "connectors",
+    "traces",
+    "speculation",
+    "recorded runs",
+    "values",
+    "shared files",
+    "lmdb files",
+    "commands",
+)
 MINUTES = float(os.environ.get("KVTIDE_FUZZ_MINUTES", "0"))
 FIRST_SEED = int(os.environ.get("KVTIDE_FUZZ_SEED", "1"))
 

@@ -288,7 +288,7 @@ class Engine:
 
     # -- a test's verbs -----------------------------------------------------------------------------------------------
 
-    def settle(self, row: int, timeout: float = 10.0) -> int:
+    def settle(self, row: int, timeout: float = 60.0) -> int:
         """Poll until the row is ready; returns the tokens it starts from."""
         expires = time.monotonic() + timeout
         while not self.offload.ready(row):
@@ -312,7 +312,7 @@ class Engine:
     def flush(self) -> None:
         """Wait until nothing is on its way."""
         self.commit()
-        expires = time.monotonic() + 10
+        expires = time.monotonic() + 60
         while self.offload.stats().held_bytes or not self.transfers.drain(0.01):
             self.offload.poll()
             assert time.monotonic() < expires
@@ -321,7 +321,7 @@ class Engine:
     def close(self) -> None:
         """End it in order; nothing may be left behind."""
         self.commit()
-        assert self.offload.close(10)
+        assert self.offload.close(60)
         stats = self.offload.stats()
         assert (stats.held_bytes, stats.rows_on_their_way) == (0, 0)
         assert stats.staging_bytes_free == self.transfers.staging_bytes

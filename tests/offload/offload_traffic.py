@@ -32,7 +32,9 @@ class Traffic:
     def admit(self) -> None:
         rng = self.rng
         # Half are new prompts that share a beginning; half are asked again, or go on from an earlier one.
-        tokens = prompt(rng.randrange(self._beginnings), rng.randrange(20, 180)) + prompt(100 + self.count, rng.randrange(1, 30))
+        tokens = prompt(rng.randrange(self._beginnings), rng.randrange(20, 180)) + prompt(
+            100 + self.count, rng.randrange(1, 30)
+        )
         options = {"salt": rng.choice(["", "", "", "s"]), **rng.choice(IMAGES)}
         if self.asked and rng.random() < 0.5:
             tokens, options = rng.choice(self.asked)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -360,3 +363,81 @@ def test_a_store_that_breaks_a_promise_fails(kind: type[PlainStore]) -> None:
             if isinstance(store, LeaksFiles):
                 store.close()
                 os.close(store.fd)
+
+
+class BareConformance(StoreConformance):
+    """Claims as little as can be."""
+
+    holds = scans = exact_stats = False
+
+    def open_store(self, place: Any) -> Store:
+        return PlainStore({})
+
+
+class FullerConformance(BareConformance):
+    persistent = True
+    test_values_come_back_at_every_length = None
+
+    def open_small(self, place: Any, num_bytes: int) -> Store:
+        return PlainStore({}, num_bytes)
+
+    def test_scan_finds_what_is_there(self) -> None:  # type: ignore[override]
+        """A test of its own in the place of one that it does not claim."""
+
+
+def kept_by(suite: type[StoreConformance]) -> set[str]:
+    return {name for name in dir(suite) if name.startswith("test_") and getattr(suite, name) is not None}
+
+
+def test_what_is_not_claimed_is_not_tested() -> None:
+    bare, fuller, plain = map(kept_by, (BareConformance, FullerConformance, PlainConformance))
+    assert plain == kept_by(StoreConformance) - {"test_another_store_on_the_same_place"}
+    assert len(plain - bare) == 12
+    assert fuller - bare == {
+        "test_values_survive_a_new_opening",
+        "test_a_full_store_evicts_and_stays_within_its_bound",
+        "test_scan_finds_what_is_there",
+    }
+    assert bare - fuller == {"test_values_come_back_at_every_length"}
+    assert FullerConformance.test_scan_finds_what_is_there is not StoreConformance.test_scan_finds_what_is_there
+
+
+def test_claims_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    FullerConformance().test_claims()
+    said = capsys.readouterr().out
+    assert "claimed: persistent, open_small; not claimed: exact_stats, holds, overwrite, scans, shared, stored" in said
+    assert "for want of holds: test_a_lease_holds_values_until_it_is_closed" in said
+    assert "for want of stored and overwrite: test_forged_headers_are_refused" in said
+    assert "left out by the class: test_values_come_back_at_every_length" in said
+
+
+def test_a_claim_that_is_none_is_refused() -> None:
+    class Unclear(BareConformance):
+        persistent = "yes"  # type: ignore[assignment]
+
+    class Half(BareConformance):
+        def stored(self, store: Store, place: Any, key: StoreKey) -> bytes:
+            return b""
+
+    with pytest.raises(AssertionError, match="a claim is True or False"):
+        Unclear().test_claims()
+    with pytest.raises(AssertionError, match="stored and overwrite come together"):
+        Half().test_claims()
+
+
+def test_a_class_of_another_package_is_collected_without_skips(tmp_path: Path) -> None:
+    (tmp_path / "test_acme.py").write_text(
+        "from kvtide.connectors.host import HostConfig, HostConnector\n"
+        "from kvtide.offload.conformance import StoreConformance\n"
+        "class TestAcme(StoreConformance):\n"
+        "    def open_store(self, place):\n"
+        "        return HostConnector(HostConfig(max_bytes='32MiB'))\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rsP", "--rootdir", tmp_path, tmp_path]
+    done = subprocess.run(
+        [*command, "-k", "claims or batches or truncated or survive"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+    assert "skipped" not in done.stdout
+    assert "for want of persistent: test_values_survive_a_new_opening" in done.stdout

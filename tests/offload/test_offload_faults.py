@@ -25,6 +25,7 @@ from offload_traffic import IMAGES, Traffic, policy
 from kvtide.connectors.config import make_store
 from kvtide.offload.policies import StorePolicy
 
+
 @pytest.fixture(autouse=True)
 def short_rests(monkeypatch):
     """The breaker leaves a failing store alone for milliseconds, not for seconds."""

@@ -27,7 +27,7 @@ def store():
     store.close()
 
 
-def until(holds, timeout=10.0):
+def until(holds, timeout=60.0):
     expires = time.monotonic() + timeout
     while not holds():
         assert time.monotonic() < expires, "it never happened"
@@ -163,7 +163,7 @@ def test_closing_answers_everything_and_ends_the_threads(store):
     operations = [requests.get_into(KEYS[:1], [bytearray(100)]) for _ in range(6)]
     until(lambda: requests.num_running == 3)
     threading.Timer(0.05, store.gate.set).start()
-    assert requests.close(timeout=10)
+    assert requests.close(timeout=60)
     assert all(operation.statuses is not None and operation.settled for operation in operations)
     assert not any(worker.is_alive() for worker in workers)
     after = requests.get_into(KEYS[:1], [bytearray(100)])

@@ -239,7 +239,7 @@ def test_closing_leaves_a_hung_store_behind(arena, store):
     transfers.put(blocks([2]))
     begin = time.monotonic()
     assert not transfers.close(0.1)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 60
 
 
 def test_a_torch_arena_is_the_same_memory(store):

@@ -256,15 +256,40 @@ def test_calibration_finds_the_efficiencies_that_made_a_run(tmp_path: Path) -> N
     assert result.efficiency.link == pytest.approx(Efficiency().link, rel=0.01)  # it was not used
 
 
+ROW = (
+    '{"request_id": "r", "input_toks": 100, "output_toks": 7, "queued_ts": 1.5, "first_token_ts": 2.0, '
+    '"last_token_ts": 3.5}'
+)
+
+
+@pytest.mark.parametrize("value", ['"2"', "0", "-1", "1.5", "true", "[]", "1" + "0" * 30])
+def test_an_argument_of_a_run_that_is_no_count(tmp_path: Path, value: str) -> None:
+    (tmp_path / "meta.json").write_text(f'{{"engine_kwargs": {{"max_num_seqs": {value}}}}}')
+    (tmp_path / "requests.jsonl").write_text(ROW)
+    plan = deployment()
+    with pytest.raises(TraceError, match=r"max_num_seqs is .* but must be a whole number from 1"):
+        deployment_of(read_run(tmp_path), plan.layout, plan.work, plan.gpu)
+
+
 @pytest.mark.parametrize(
     ("meta", "rows", "message"),
     [
         (None, "", r"meta\.json: cannot be read"),
         ("[]", "", "no JSON object with engine_kwargs"),
         ('{"engine_kwargs": {}}', "", "has no requests"),
+        ('{"engine_kwargs": []}', "", "no JSON object with engine_kwargs"),
+        ("[" * 3000, "", "nests JSON too deeply"),
         ('{"engine_kwargs": {}}', "{}", "line 1: has no key 'request_id'"),
+        ('{"engine_kwargs": {}}', "[]", "line 1: must hold a JSON object"),
+        ('{"engine_kwargs": {}}', ROW.replace("100", "-100"), "line 1: input_toks is -100, but"),
+        ('{"engine_kwargs": {}}', ROW.replace("1.5", "NaN"), "line 1: line 1 has a number that cannot be read"),
+        (
+            '{"engine_kwargs": {}}',
+            ROW.replace("1.5", "9.0"),
+            "the first token at 2.0 and the last at 3.5 do not follow",
+        ),
     ],
-    ids=["missing", "list", "empty", "row"],
+    ids=["missing", "list", "empty", "arguments", "nested", "row", "no row", "negative", "nan", "order"],
 )
 def test_broken_runs(tmp_path: Path, meta: str | None, rows: str, message: str) -> None:
     if meta is not None:

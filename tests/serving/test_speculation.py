@@ -136,3 +136,12 @@ def test_padding_and_prompt_chunks_accept_nothing() -> None:
     padding = Scheduled(job, 0, 4, 4, 3, True, 4, is_padding=True)
     chunk = Scheduled(job, 1, 0, 4, 0, False)
     assert Acceptance([1, 1, 1]).accept(Step((padding, chunk), ()), np.random.default_rng(0)) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "text", ["{a: 2024-13-45}", "{" * 3000, "{a: " + "9" * 5000 + "}"], ids=["date", "nested", "digits"]
+)
+def test_inline_text_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(ConfigError, match="is neither JSON nor YAML") as caught:
+        read_speculative_config(text)
+    assert len(str(caught.value)) < 200

@@ -76,11 +76,12 @@ def test_hung_look_ups_are_misses(zero_copy: bool, hicaches: HiCaches, tmp_path:
     with hanging(tmp_path, "look"):
         answer = cache.fetch(TOKENS)
         assert (answer["hit"], answer["counts"]["fault: deadline"]) == (0, 1)
-        for _ in range(5):
-            answer = cache.fetch(TOKENS)
-            assert answer["hit"] == 0
-        assert answer["seconds"] < 0.2  # by now it is left alone
-        assert answer["counts"]["fault: left alone"] > 0
+        for _ in range(4):
+            assert cache.fetch(TOKENS)["hit"] == 0
+        before = cache.fetch(TOKENS)["counts"]
+        after = cache.fetch(TOKENS)["counts"]
+        # By now it is left alone: nothing is asked that could hang.
+        assert after["fault: left alone"] > before.get("fault: left alone", 0)
     cache.close()
 
 
