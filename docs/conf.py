@@ -27,12 +27,14 @@ author = "the kvtide authors"
 copyright = author
 release = version = metadata.version("kvtide")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_click", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_click"]
 exclude_patterns = ["_ext", "generated/configuration.md", "generated/benchmarks.md"]  # which others include
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 myst_heading_anchors = 3
 
+smartquotes = False  # options begin with two hyphens
 autodoc_typehints_format = "short"
+autodoc_type_aliases = {"npt.ArrayLike": "npt.ArrayLike", "Int64Array": "Int64Array", "StoreKey": "StoreKey"}
 autodoc_preserve_defaults = True
 autodoc_class_signature = "mixed"
 autodoc_member_order = "bysource"
@@ -59,4 +61,6 @@ def setup(app: Any) -> None:
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
     app.connect("autodoc-process-docstring", docstrings.to_rst)
+    app.connect("autodoc-process-signature", docstrings.signature)
     app.connect("autodoc-skip-member", docstrings.skip)
+    app.connect("sphinx-click-process-description", docstrings.examples)

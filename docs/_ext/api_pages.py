@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 from importlib import import_module
 
 import public_api
-
-_OPENING = {
-    "kvtide.kvcache": "What a KV cache is: layer specs, model layouts, page geometry, the arena of bytes.",
-    "kvtide.hma": "Who owns which block now: the memory manager, drafts, thinking budgets.",
-    "kvtide.kernels": "Who reads the bytes: paged attention, cache writes, the registry of backends.",
-    "kvtide.offload": "When bytes move: the store interface, policies, transfers, the offload manager.",
-    "kvtide.connectors": "Where bytes go: configuration and stores.",
-    "kvtide.sims": "What would happen: waste, capacity, traces, serving in virtual time.",
-}
 
 
 def pages() -> dict[str, str]:
@@ -27,11 +19,10 @@ def pages() -> dict[str, str]:
 
 
 def _page(package: str, modules: dict[str, list[str]]) -> str:
-    parts = [package, "=" * len(package), "", _OPENING[package], ""]
+    parts = [package, "=" * len(package), "", f".. automodule:: {package}", ""]
     for module, names in modules.items():
         if module != package:
-            parts += [module, "-" * len(module), ""]
-        parts += [f".. automodule:: {module}", "   :no-index:" if module in parts[:1] else "", ""]
+            parts += [module, "-" * len(module), "", f".. automodule:: {module}", ""]
         for name in names:
             parts += _entry(module, name)
     return "\n".join(parts) + "\n"
@@ -42,10 +33,11 @@ def _entry(module: str, name: str) -> list[str]:
     path = f"{module}.{name}"
     if inspect.isclass(value):
         kind = "autoexception" if issubclass(value, BaseException) else "autoclass"
-        return [f".. {kind}:: {path}", "   :members:", ""]
+        options = ["   :members:", *(["   :undoc-members:"] if issubclass(value, enum.Enum) else [])]
+        return [f".. {kind}:: {path}", *options, ""]
     if callable(value):
         return [f".. autofunction:: {path}", ""]
-    return [f".. py:data:: {path}", f"   :value: {_shown(value)}", ""]
+    return [f".. py:data:: {name}", f"   :module: {module}", f"   :value: {_shown(value)}", ""]
 
 
 def _shown(value: object) -> str:

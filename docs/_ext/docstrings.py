@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import public_api
@@ -28,6 +29,26 @@ def skip(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> 
     return None
 
 
+def signature(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Sphinx's hook: types that autodoc leaves unresolved are shown by their names."""
+    return _named(signature), _named(returns)
+
+
+def examples(app: Any, ctx: Any, lines: list[str]) -> None:
+    """sphinx-click's hook: show a help text's examples as commands."""
+    shown: list[str] = []
+    for line in lines:
+        if line.strip() == "| Examples:":
+            shown += ["Examples:", "", ".. code-block:: console", ""]
+        elif line.startswith("|   "):
+            shown.append("   $ " + line.removeprefix("|").strip())
+        else:
+            shown.append(line)
+    lines[:] = shown
+
+
 def convert(lines: list[str]) -> list[str]:
     """The lines of a docstring as reStructuredText."""
     converted: list[str] = []
@@ -45,6 +66,10 @@ def convert(lines: list[str]) -> list[str]:
                 converted.append("")
         converted.append(line if literal else _inline(line))
     return converted
+
+
+def _named(text: str | None) -> str | None:
+    return None if text is None else re.sub(r"TypeAliasForwardRef\('([^']+)'\)", r"\1", text)
 
 
 def _inline(line: str) -> str:
@@ -73,9 +98,12 @@ def _link(code: str) -> str:
 
 @cache
 def _targets() -> dict[str, str]:
-    """Public names, short as docstrings use them, that mean one thing only."""
+    """Public names, as docstrings use them, that mean one thing only."""
     found: dict[str, set[str]] = {}
     for module, names in public_api.public_modules():
         for name in names:
-            found.setdefault(name, set()).add(f"{module}.{name}")
-    return {name: paths.pop() for name, paths in found.items() if len(paths) == 1 and len(name) > 3 and name[0].isupper()}
+            value = getattr(import_module(module), name)
+            members = public_api.public_members(value) if isinstance(value, type) else {}
+            for path in (name, *(f"{name}.{member}" for member in members)):
+                found.setdefault(path, set()).add(f"{module}.{path}")
+    return {path: homes.pop() for path, homes in found.items() if len(homes) == 1 and path[0].isupper()}

@@ -12,7 +12,7 @@ def pages() -> dict[str, str]:
     names = sorted(path.stem for path in FOLDER.glob("*.md"))
     listed = "\n".join(f"../integrations/{name}" for name in names)
     text = (
-        "# Integrations\n\nHow kvtide is put into engines that exist, and into one of your own. `kvtide doctor engine` says "
-        f"which of them it finds.\n\n```{{toctree}}\n:maxdepth: 2\n\n{listed}\n```\n"
+        "# Integrations\n\nHow kvtide is put into engines that exist, and into one of your own. "
+        f"`kvtide doctor engine` says which of them it finds.\n\n```{{toctree}}\n:maxdepth: 2\n\n{listed}\n```\n"
     )
     return {"integrations.md": text}

@@ -114,7 +114,12 @@ def windows() -> Svg:
     )
     row = manager.admit("A", np.arange(total + 1)).row
     picture = Svg(WIDTH, "Blocks held while a request grows")
-    picture.text(LEFT, 26, f"blocks that one request holds, {block} tokens a step; window of {window}, blocks of {block}", size=15)
+    picture.text(
+        LEFT,
+        26,
+        f"blocks that one request holds, {block} tokens a step; window of {window}, blocks of {block}",
+        size=15,
+    )
     blocks = -(-total // block)
     cell = (WIDTH - 2 * LEFT - 230) / (2 * blocks)
     height = 11
@@ -146,9 +151,7 @@ def windows() -> Svg:
 
 def tiers() -> Svg:
     """Where the tokens of five prompts come from: device, store, or computed."""
-    manager = HybridMemoryManager(
-        plan_geometry("kvtide", _small(128), 16), "16MiB", max_requests=4, max_model_len=2048
-    )
+    manager = HybridMemoryManager(plan_geometry("kvtide", _small(128), 16), "16MiB", max_requests=4, max_model_len=2048)
     memory = np.zeros(manager.pool.num_pages * manager.geometry.page_bytes, np.uint8)
     store = make_store("HostConnector", {"max_bytes": "64MiB"})
     always = LoadPolicy(seconds_per_token=1.0)
@@ -221,9 +224,7 @@ def waste() -> Svg:
         needed = sum(charge.needed for charge in charges.values())
         allocated = sum(charge.allocated for charge in charges.values())
         share = 1 - needed / allocated
-        points = [
-            (at(length), top + height * (1 - part / most)) for length, part in zip(lengths, share, strict=True)
-        ]
+        points = [(at(length), top + height * (1 - part / most)) for length, part in zip(lengths, share, strict=True)]
         picture.line(points, colour[name])
     picture.legend(left, 50, colour)
     return picture

@@ -9,7 +9,6 @@ test compares the two. Everything else (other modules, names with an underscore)
 
 from __future__ import annotations
 
-import ast
 import enum
 import inspect
 import sys
@@ -76,6 +75,15 @@ PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
+CONSTANTS = {
+    "kvtide.kvcache.policies": ("POLICIES",),
+    "kvtide.offload.policies": ("DEFAULT_RULES",),
+    "kvtide.offload.keys": ("CHAIN_BYTES", "KEY_BYTES", "REPLICATED", "SPACE_BYTES"),
+    "kvtide.offload.values": ("CODEC_RAW", "HEADER_BYTES", "MAGIC", "VERSION"),
+    "kvtide.connectors.config": ("ENV_PREFIX",),
+}
+
+
 def public_modules() -> list[tuple[str, list[str]]]:
     """Every public module and its public names."""
     return [
@@ -86,15 +94,16 @@ def public_modules() -> list[tuple[str, list[str]]]:
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """A module's public names: its `__all__`, or else the classes, functions and constants that are its own."""
+    """A module's public names: its `__all__`, or else its own classes and functions, and the listed constants."""
     if hasattr(module, "__all__"):
         return sorted(module.__all__)
-    assigned = _assigned(module)
-    return sorted(
+    own = {
         name
         for name, value in vars(module).items()
-        if not name.startswith("_") and (name in assigned or getattr(value, "__module__", None) == module.__name__)
-    )
+        if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ == module.__name__
+    }
+    constants = CONSTANTS.get(module.__name__, ())
+    return sorted(name for name in own.union(constants) if not name.startswith("_"))
 
 
 def public_members(kind: type) -> dict[str, Any]:
@@ -164,14 +173,6 @@ class _Shown:
             return f"{type(self._value).__name__}.{self._value.name}"
         text = repr(self._value)
         return "..." if " at 0x" in text or "<" in text else text
-
-
-def _assigned(module: ModuleType) -> set[str]:
-    """Constants that the module itself sets; imported ones are not its own."""
-    tree = ast.parse(inspect.getsource(module))
-    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
-    targets += [node.target for node in tree.body if isinstance(node, ast.AnnAssign)]
-    return {target.id for target in targets if isinstance(target, ast.Name) and target.id.isupper()}
 
 
 def _is_member(name: str, value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Just enough of SVG for the pictures: boxes, text, lines, and a legend, on a light ground that also suits a dark page."""
+"""Just enough of SVG for the pictures: boxes, text, lines and legends, on a light ground that suits a dark page too."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ class Svg:
             f'stroke="{stroke}" stroke-width="0.7">{inner}</rect>'
         )
 
-    def text(
-        self, x: float, y: float, words: str, *, size: int = 13, colour: str = INK, anchor: str = "start"
-    ) -> None:
+    def text(self, x: float, y: float, words: str, *, size: int = 13, colour: str = INK, anchor: str = "start") -> None:
         """One line of text, its baseline at `y`."""
         self._grow(y + 4)
         self._parts.append(

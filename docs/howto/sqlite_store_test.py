@@ -11,6 +11,8 @@ from kvtide.offload.conformance import StoreConformance  # noqa: E402
 
 
 class TestSqlite(StoreConformance):
+    """What `SqliteConnector` can do."""
+
     persistent = True  # values survive closing
     shared = True  # several may be open on one file
 
