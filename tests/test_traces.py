@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import tracemalloc
 from pathlib import Path
 
@@ -277,10 +278,13 @@ def test_arguments_out_of_range(arguments, message):
 @pytest.mark.parametrize("packed", [False, True])
 def test_memory_is_bounded_and_progress_moves(tmp_path, packed):
     path = tmp_path / "big"
-    row = json.dumps(mooncake_row(3, 2_000, 512, partial=True) | {"type": "x" * 4000}) + "\n"
+    draws = random.Random(0)
+    # More than a compressor's window of noise, so that a packed file is longer than what a reader buffers.
+    noise = [draws.randbytes(2000).hex() for _ in range(20)]
+    rows = [json.dumps(mooncake_row(3, 2_000, 512, partial=True) | {"type": text}) + "\n" for text in noise]
     with gzip.open(path, "wt", compresslevel=1) if packed else path.open("w") as file:
         for _ in range(10):
-            file.write(row * 1000)  # 41 MB unpacked
+            file.write("".join(rows) * 50)  # 41 MB unpacked
     tracemalloc.start()
     try:
         trace = open_trace(path)
