@@ -2,10 +2,10 @@
 
 Rates are the makers' data sheets (dense, without sparsity; FP32 accumulation), and what others quote of them agrees.
 Memory is what the driver reports, which is what an engine can use: below the sheet's where ECC takes some (L40S, L4),
-above it where the sheet counts decimal gigabytes (H200); published output of nvidia-smi for H200, B200, H20, L40S, L4
-and RTX PRO 6000, while H100 and A100 were not found in public and MI300X is its sheet's. `link` is bytes per second that one GPU can send to its peers,
-one direction: NVLink or Infinity Fabric where the model has it, else PCIe x16. `host_link` is its PCIe x16 link to the
-host, one direction: 32 GB/s for generation 4, 64 GB/s for generation 5.
+above it where the sheet counts decimal gigabytes (H200). It is from published output of nvidia-smi for H200, B200, H20,
+L40S, L4 and RTX PRO 6000; for H100 and A100 none was found, and the MI300X's is its sheet's. `link` is bytes per second
+that one GPU can send to its peers, one direction: NVLink or Infinity Fabric where the model has it, else PCIe x16.
+`host_link` is its PCIe x16 link to the host, one direction: 32 GB/s for generation 4, 64 GB/s for generation 5.
 """
 
 from __future__ import annotations
