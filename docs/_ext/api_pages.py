@@ -34,6 +34,9 @@ def _entry(module: str, name: str) -> list[str]:
     if inspect.isclass(value):
         kind = "autoexception" if issubclass(value, BaseException) else "autoclass"
         options = ["   :members:", *(["   :undoc-members:"] if issubclass(value, enum.Enum) else [])]
+        if hidden := public_api.hidden_bases(value):
+            others = [base.__name__ for base in value.__mro__[1:] if base not in hidden]
+            options.append(f"   :inherited-members: {', '.join(others)}")
         return [f".. {kind}:: {path}", *options, ""]
     if callable(value):
         return [f".. autofunction:: {path}", ""]

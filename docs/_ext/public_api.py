@@ -13,6 +13,7 @@ import enum
 import inspect
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -106,18 +107,29 @@ def public_names(module: ModuleType) -> list[str]:
     return sorted(name for name in own.union(constants) if not name.startswith("_"))
 
 
+def hidden_bases(kind: type) -> list[type]:
+    """Bases within kvtide that are not public themselves, so that what they bring is the class's own."""
+    ours = [base for base in kind.__mro__[1:] if base.__module__.startswith("kvtide.")]
+    return [base for base in ours if base not in _public_classes()]
+
+
 def public_members(kind: type) -> dict[str, Any]:
-    """A class's own public methods and properties, with those of private bases, which are part of it."""
+    """A class's public methods and properties, those of hidden bases included."""
     found: dict[str, Any] = {}
-    for base in reversed(kind.__mro__):
-        if base is kind or (base.__module__.startswith("kvtide.") and base.__name__.startswith("_")):
-            found |= {name: value for name, value in vars(base).items() if _is_member(name, value)}
+    for base in reversed([kind, *hidden_bases(kind)]):
+        found |= {name: value for name, value in vars(base).items() if _is_member(name, value)}
     return dict(sorted(found.items()))
 
 
 def surface() -> list[str]:
     """Every public name, one a line."""
     return [line for module, names in public_modules() for line in _lines(module, names)]
+
+
+@cache
+def _public_classes() -> frozenset[type]:
+    values = (getattr(import_module(module), name) for module, names in public_modules() for name in names)
+    return frozenset(value for value in values if inspect.isclass(value))
 
 
 def _lines(module: str, names: list[str]) -> Iterator[str]:
