@@ -52,6 +52,8 @@ PARTS = (
     Part("GPU", "device", "gpu"),
     Part("kernels", "kernel", "kernels"),
     Part("vLLM", "engine", "vllm"),
+    Part("SGLang", "engine", "sglang"),
+    Part("transformers", "engine", "transformers"),
 )
 PACKAGES = (
     "numpy",

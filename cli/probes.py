@@ -204,7 +204,17 @@ def kernels() -> dict[str, Answer]:
 
 def vllm() -> Answer:
     """The bridge into vLLM."""
-    return _engine("vllm", "kvtide.connectors.vllm")
+    return _engine("vllm", "kvtide.connectors.vllm", "KvtideConnector")
+
+
+def sglang() -> Answer:
+    """The bridge into SGLang."""
+    return _engine("sglang", "kvtide.connectors.sglang", "KvtideHiCacheStorage")
+
+
+def transformers() -> Answer:
+    """The bridge into transformers."""
+    return _engine("transformers", "kvtide.connectors.transformers", "KvtideCache")
 
 
 PROBES: dict[str, Callable[[], Answer | dict[str, Answer]]] = {
@@ -227,6 +237,8 @@ PROBES: dict[str, Callable[[], Answer | dict[str, Answer]]] = {
         gpu,
         kernels,
         vllm,
+        sglang,
+        transformers,
     )
 }
 
@@ -285,15 +297,15 @@ def _client(package: str, what: str, extra: str) -> Answer:
     return Answer(True, "the client loads; a server is needed: kvtide config check --open CONFIG")
 
 
-def _engine(package: str, bridge: str) -> Answer:
+def _engine(package: str, bridge: str, name: str) -> Answer:
     try:
         import_module(package)
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
         return Answer(False, f"{package} is not installed here")
-    import_module(bridge)
-    return Answer(True, "the bridge loads beside it")
+    getattr(import_module(bridge), name)
+    return Answer(True, f"{bridge}:{name} loads")
 
 
 def _torch(what: str) -> Any:

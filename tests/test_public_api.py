@@ -17,6 +17,7 @@ sys.path.insert(0, str(DOCS / "_ext"))
 public_api = importlib.import_module("public_api")
 
 pytest.importorskip("torch", reason="kvtide.kernels is a part of the surface")
+pytest.importorskip("transformers", reason="kvtide.connectors.transformers is a part of the surface")
 
 
 def test_the_surface_is_the_announced_one() -> None:

@@ -3,6 +3,7 @@
     python docs/_ext/public_api.py            # print it
     python docs/_ext/public_api.py --write    # announce a change: write it to docs/public-api.txt
 
+The bridges into vLLM and SGLang have one class each, which those name in their configuration and nobody calls.
 What `docs/public-api.txt` holds is promised: it changes in a commit that says so, and the changelog tells of it. A
 test compares the two. Everything else (other modules, names with an underscore) may change at any time.
 """
@@ -65,6 +66,7 @@ PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
         "kvtide.connectors.nixl": ("NixlConfig", "NixlConnector"),
         "kvtide.connectors.nixl_peer": ("NixlPeerConfig", "NixlPeerConnector"),
         "kvtide.connectors.nixl_server": ("PeerServer",),
+        "kvtide.connectors.transformers": ALL,
     },
     "kvtide.sims": {
         "kvtide.sims.waste": ALL,

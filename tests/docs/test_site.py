@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS / "_ext"))
 
-for package in ("sphinx", "myst_parser", "furo", "sphinx_click", "torch"):
+for package in ("sphinx", "myst_parser", "furo", "sphinx_click", "torch", "transformers"):
     pytest.importorskip(package, reason="the documentation needs the extra docs")
 
 
