@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvtide.connectors.config import TransferConfig, load_config, make_store, store_settings
+from kvtide.connectors.multi import MultiConfig
 from kvtide.connectors.settings import secret
 from kvtide.kvcache import ConfigError
 from kvtide.kvcache.sizes import parse_bytes
@@ -179,7 +180,7 @@ def explain(config: str, key: str, as_json: bool) -> None:
     if len(digits) != 2 * KEY_BYTES:
         raise ConfigError(f"KEY {key!r} has {len(digits)} hex digits; a key has {2 * KEY_BYTES}")
     wanted = bytes.fromhex(digits)
-    with opened(config) as (name, store):
+    with opened(config, looks=True) as (name, store):
         answers = [_explain(label, tier, wanted) for label, tier in _tiers(name, store)]
         if all(answer["status"] == "miss" for answer in answers):
             near = sum(entry.key[:SPACE_BYTES] == wanted[:SPACE_BYTES] for entry in store.scan())
@@ -260,9 +261,25 @@ def opened(source: str, *, looks: bool = False) -> Iterator[tuple[str, Store]]:
 
 
 def _settings(config: TransferConfig, looks: bool) -> dict[str, Any]:
+    """The store's settings; for a look, read-only wherever a store or a stack's tier can be, on a copy."""
     extra = config.kv_connector_extra_config
-    kind = type(store_settings(config.kv_connector, extra, config.kv_connector_module_path))
-    return {**extra, "read_only": True} if looks and "read_only" in kind.__struct_fields__ else extra
+    return _read_only(config.kv_connector, extra, config.kv_connector_module_path) if looks else extra
+
+
+def _read_only(name: str, extra: dict[str, Any], module_path: str | None) -> dict[str, Any]:
+    settings = store_settings(name, extra, module_path)
+    looking = {**extra, "read_only": True} if "read_only" in settings.__struct_fields__ else dict(extra)
+    if isinstance(settings, MultiConfig):
+        looking["connectors"] = [
+            {
+                **given,
+                "kv_connector_extra_config": _read_only(
+                    tier.kv_connector, tier.kv_connector_extra_config, tier.kv_connector_module_path
+                ),
+            }
+            for given, tier in zip(extra["connectors"], settings.connectors, strict=True)
+        ]
+    return looking
 
 
 def _tiers(name: str, store: Store) -> list[tuple[str, Store]]:

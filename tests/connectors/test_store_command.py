@@ -96,7 +96,7 @@ def test_explain(config):
     assert "corrupt" in kvtide("explain", config, store_key(SPACE, b"\x03" * 16).hex()).stdout
     other = kvtide("explain", config, store_key(SPACE, b"\x09" * 16).hex()).stdout
     assert "miss" in other
-    assert "4 values of the same space are there: the tokens" in other
+    assert "5 values of the same space are there: the tokens" in other
     assert "model, dtype, layers or block differ" in kvtide("explain", config, "ab" * 32).stdout
     refused = kvtide("explain", config, "abc")
     assert (refused.returncode, refused.stdout) == (2, "")
@@ -126,3 +126,22 @@ def test_a_store_that_is_not_there_is_one_line(tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("kvtide: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_looking_into_a_stack_works_beside_the_engine_that_writes_to_it(tmp_path):
+    tiers = [
+        {"kv_connector": "HostConnector", "kv_connector_extra_config": {"max_bytes": "16MiB"}},
+        {"kv_connector": "LMDBConnector", "kv_connector_extra_config": {"path": str(tmp_path / "kv")}},
+    ]
+    config = json.dumps({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": tiers}})
+    key = next(iter(VALUES))
+    with make_store("MultiConnector", {"connectors": tiers}) as engine:
+        assert engine.put([key], [VALUES[key]]) == [Status.STORED]
+        rows = json.loads(kvtide("stat", "--json", config).stdout)
+        assert [row["num_values"] for row in rows] == [0, 1]
+        assert kvtide("ls", config).stdout.startswith(key.hex())
+        assert "intact" in kvtide("explain", config, key.hex()).stdout
+        refused = kvtide("gc", config)
+        assert refused.returncode == 2
+        assert "is being written by process" in refused.stderr
+    assert kvtide("gc", config).returncode == 0
