@@ -35,7 +35,7 @@ def open_mooncake(server: services.Mooncake, **settings: Any) -> MooncakeConnect
         "local_buffer_size": "16MiB",
         "lane_bytes": "8MiB",
         "lanes": 2,
-        "timeout_seconds": 1.0,
+        "timeout_seconds": 20.0,
         "prefix": f"t{next(numbers)}/",
     }
     return MooncakeConnector(MooncakeConfig(**{**fixed, **settings}))
@@ -91,9 +91,10 @@ class TestMooncake(StoreConformance):
 def test_a_hung_master_is_an_error_in_time_and_costs_nothing_afterwards(
     mooncake: services.Mooncake, memory: MooncakeConnector
 ) -> None:
-    with open_mooncake(mooncake, global_segment_size=0, lanes=1, timeout_seconds=0.5) as store:
+    with open_mooncake(mooncake, global_segment_size=0, lanes=1) as store:
         keys = [key_of(i) for i in range(40)]
         put(store, keys, 100_000)
+        store._lanes.seconds = store._timeout = 0.5
         buffers = [bytearray(b"\x5a" * 100_000) for _ in keys]
         with mooncake.service.paused():
             started = time.monotonic()
@@ -118,12 +119,14 @@ def test_a_master_that_dies_is_an_error_and_one_that_comes_back_is_empty(tmp_pat
     with skipping(), services.mooncake_master(tmp_path) as server, open_mooncake(server) as store:
         keys = [key_of(i) for i in range(10)]
         put(store, keys, 100_000)
+        store._lanes.seconds = 1.0
         server.service.kill()
         started = time.monotonic()
         assert set(store.contains(keys)) == {Status.ERROR}
         assert set(store.get_into(keys, [bytearray(100_000) for _ in keys])) == {Status.ERROR}
         assert time.monotonic() - started < 20
         assert store.stats().faults["connection"] + store.stats().faults["timeout"] >= 20
+        store._lanes.seconds = 20.0
         server.service.start()
         values = [value_of(key, 100_000) for key in keys]
         services.wait_for(lambda: set(store.put(keys, values)) <= {Status.STORED, Status.PRESENT})

@@ -173,7 +173,7 @@ def kill_when_bytes_arrive(process: subprocess.Popen[str], memory: memoryview) -
 
 
 def test_a_peer_that_hangs_is_an_error_in_time_and_is_read_again() -> None:
-    with serving(4, 32_000) as (process, address), open_peer(address, lanes=1, timeout_seconds=0.5) as store:
+    with serving(4, 32_000) as (process, address), open_peer(address, lanes=1, timeout_seconds=3.0) as store:
         assert read(store, 4, 32_000) == [Status.HIT] * 4
         services.pause(process.pid)
         started = time.monotonic()

@@ -21,10 +21,11 @@ from kvtide.offload.values import HEADER_BYTES
 
 client = pytest.importorskip("redis")
 numbers = count()
+TIMEOUT_S = 1.5  # long enough that a busy machine answers, short enough to wait for
 
 
 def open_redis(server: services.Redis, **settings: Any) -> RedisConnector:
-    settings = {"url": server.url, "prefix": f"t{next(numbers)}:", "timeout_seconds": 0.5} | settings
+    settings = {"url": server.url, "prefix": f"t{next(numbers)}:", "timeout_seconds": TIMEOUT_S} | settings
     return RedisConnector(RedisConfig(**settings))
 
 
@@ -69,7 +70,7 @@ def test_a_hung_server_is_an_error_in_time_and_costs_nothing_afterwards(redis: s
             assert store.delete(keys[:1]) == [Status.ERROR]
             assert store.headers(keys[:1]) == [None]
             assert list(store.scan()) == []
-            assert time.monotonic() - started < 44 * 0.5 / 2  # a time limit a call, and not one a key
+            assert time.monotonic() - started < 44 * TIMEOUT_S / 2  # a time limit a call, and not one a key
         buffers = [bytearray(500_000) for _ in keys]
         assert store.get_into(keys, buffers) == [Status.HIT] * 40
         assert buffers == [value_of(key, 500_000) for key in keys]
@@ -315,7 +316,7 @@ def test_a_hung_node_fails_its_own_keys_in_time(cluster: list[services.Redis]) -
             started = time.monotonic()
             buffers = [bytearray(30_000) for _ in keys]
             statuses = store.get_into(keys, buffers)
-            assert time.monotonic() - started < 10  # one time limit, and not one a key
+            assert time.monotonic() - started < 20 * TIMEOUT_S / 2  # one time limit, and not one a key
         assert set(statuses) == {Status.HIT, Status.ERROR}
         for key, buffer, status in zip(keys, buffers, statuses, strict=True):
             assert status is Status.ERROR or buffer == value_of(key, 30_000)
