@@ -40,7 +40,8 @@ def _queued(event: Event) -> str:
 
 def _waits(event: Event) -> str:
     details = event.details
-    return f"waits for {_many(details['steps'], 'step')} behind or as {details['head']}: {details['why']}"
+    where = "at the head of the queue" if details["is_head"] else f"behind {details['head']}"
+    return f"waits for {_many(details['steps'], 'step')} {where}: {details['why']}"
 
 
 def _admitted(event: Event) -> str:

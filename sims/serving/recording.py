@@ -238,8 +238,8 @@ class Recording:
             elif head.is_loading:
                 why = "its blocks are being loaded from a lower tier"
             else:
-                why = "the pool has no room for the whole sequence of the request at the head of the queue"
-            details = {"why": why, "head": head.request_id, "steps": 1}
+                why = "the pool has no room for the whole sequence of the next request"
+            details = {"why": why, "head": head.request_id, "is_head": head.request_id == name, "steps": 1}
             if last.kind == "waits" and (last.details["why"], last.details["head"]) == (why, head.request_id):
                 last.details["steps"] += 1
                 last.until_s = self.now
