@@ -170,12 +170,20 @@ def places_of(manager: HybridMemoryManager, arena: Arena) -> dict[int, Place]:
 
 
 class StepCache(Cache):
-    """The library's view of one step: a `Cache` that writes through the step's slots. `step` is set for each pass."""
+    """The library's view of one step: a `Cache` that writes through the step's slots.
+
+    `step` is set for each pass, and `end` called after it.
+    """
 
     def __init__(self, places: dict[int, Place]) -> None:
         super().__init__(layers=[])
         self.places = places
         self.step: Step | None = None
+
+    def end(self) -> None:
+        """The pass is over, or has failed: no attention call may take up one of its updates."""
+        self.step = None
+        _updated.set(None)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -250,7 +250,7 @@ class KvtideCache(Cache):
         try:
             logits = self._compute(len(ids), min(keep, ids.shape[1]) or ids.shape[1])
         except BaseException:
-            self.reset()  # no half-computed batch is left behind
+            self._abandon()
             raise
         output = CausalLMOutputWithPast(logits=logits)
         output[cache_argument(self.model)] = self
@@ -278,30 +278,30 @@ class KvtideCache(Cache):
         else:
             self._settle()
         real = np.ones((rows, count), dtype=np.bool_) if mask is None else mask[:, past:].bool().cpu().numpy()
+        columns = [np.flatnonzero(is_real).tolist() for is_real in real]
+        for row, (sequence, mine) in enumerate(zip(self._sequences, columns, strict=True)):
+            if positions is None or not mine:
+                continue
+            last = positions[0 if len(positions) == 1 else row].flatten()[mine[-1]]
+            if int(last) != len(sequence.tokens) + len(mine) - 1:
+                raise ConfigError(
+                    "position_ids do not count each row's tokens from 0; kvtide's cache has no other positions"
+                )
         self._columns = past + count
         first = count - keep if 0 < keep <= count else 0
-        for at_row, (sequence, tokens) in enumerate(zip(self._sequences, ids.tolist(), strict=True)):
-            columns = np.flatnonzero(real[at_row])
+        for sequence, tokens, mine in zip(self._sequences, ids.tolist(), columns, strict=True):
             start = len(sequence.tokens)
-            sequence.tokens += [tokens[column] for column in columns.tolist()]
-            sequence.wanted = {
-                start + at: column - first for at, column in enumerate(columns.tolist()) if column >= first
-            }
+            sequence.tokens += [tokens[column] for column in mine]
+            sequence.wanted = {start + at: column - first for at, column in enumerate(mine) if column >= first}
             if past == 0:
                 self._prompt_tokens += len(sequence.tokens)
                 sequence.boundary = (len(sequence.tokens) - 1) // self.manager.base * self.manager.base
-            if positions is not None and len(columns):
-                row = positions[0 if len(positions) == 1 else at_row]
-                if int(row.flatten()[int(columns[-1])]) != len(sequence.tokens) - 1:
-                    raise ConfigError(
-                        "position_ids do not count each row's tokens from 0; kvtide's cache has no other positions"
-                    )
 
     def _compute(self, rows: int, columns: int) -> torch.Tensor:
         """Compute every token that is not; logits `[rows, columns, vocabulary]`, 0 where a column is padding."""
         logits: torch.Tensor | None = None
         while batch := self._reserve():
-            plan, sequences = batch
+            self._open = plan, sequences = batch
             ids: list[int] = []
             at: list[int] = []
             targets: list[tuple[int, int]] = []
@@ -319,7 +319,6 @@ class KvtideCache(Cache):
                 to_rows, to_columns = torch.tensor(targets, device=found.device).T
                 logits[to_rows, to_columns] = found
             self._computed += len(ids)
-            self._open = plan, sequences
             if self._paged.has_states:
                 self._settle()
                 self._checkpoint(sequences)
@@ -401,6 +400,13 @@ class KvtideCache(Cache):
         if self.offload_manager is not None:
             self.offload_manager.poll()
 
+    def _abandon(self) -> None:
+        """A call has failed: end the batch. What its open step was to compute counts for nothing."""
+        is_open, self._open = self._open is not None, None
+        self.reset()
+        if is_open:
+            self.manager.commit([], [])  # its rows are gone; the blocks that it might still write are free now
+
     def _checkpoint(self, sequences: list[_Sequence]) -> None:
         for sequence in sequences:
             if sequence.boundary and self._done(sequence) == sequence.boundary:
@@ -413,11 +419,7 @@ class KvtideCache(Cache):
             sequence.row = None
 
     def _runs(self, sequence: _Sequence) -> bool:
-        return sequence.row is not None and sequence.row in self._running
-
-    @property
-    def _running(self) -> set[int]:
-        return set(self.manager.running_rows.tolist())
+        return sequence.row is not None and sequence.row in self.manager.running_rows
 
     def _done(self, sequence: _Sequence) -> int:
         """Tokens of a sequence that are computed and committed."""

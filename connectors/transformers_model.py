@@ -151,7 +151,7 @@ class PagedModel:
                 **{self._cache_name: self._cache},
             )
         finally:
-            self._cache.step = None
+            self._cache.end()
         logits: torch.Tensor = output.logits
         return logits[torch.from_numpy(rows), torch.from_numpy(np.searchsorted(kept, columns))]
 

@@ -229,6 +229,30 @@ def test_versions_whose_layers_keep_latents_and_states_elsewhere(monkeypatch: py
         KvtideCache(tiny_model("qwen3-next"), memory="1MiB")
 
 
+def test_a_pass_that_fails_leaves_nothing_behind(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither blocks nor keys: what the failed pass was to compute must not be hit."""
+    prompts = ragged(19, [50, 20])
+    layer = pair.model.model.layers[1]
+    own = layer.forward
+    for steps in (0, 3):
+        left = iter([True] * steps)
+
+        def fails(*args: Any, left: Iterator[bool] = left, **options: Any) -> Any:
+            if not next(left, False):
+                raise RuntimeError("out of luck")
+            return own(*args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "forward", fails)
+            with pytest.raises(RuntimeError, match="out of luck"):
+                pair.model.generate(**prompts, **GREEDY, cache=pair.cache)
+        pair.cache.manager.check()
+        assert not pair.cache.manager.pool.refs.any()
+        if not steps:
+            assert not pair.cache.manager.pool.cached.any()
+    pair.check(prompts, **GREEDY)
+
+
 def test_a_window_that_grew_after_the_cache_was_made() -> None:
     pair = Pair("mistral")
     pair.model.config.sliding_window = 48
