@@ -14,7 +14,7 @@ Rates are the data sheet's times an efficiency; efficiencies and overheads are t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -143,7 +143,7 @@ class CostModel:
     def _rank(self, step: Step) -> float:
         """What one rank does by itself: overheads, dense layers, head, attention."""
         work, tensor = self.work, self.parallel.tensor
-        samples = sum(1 + part.num_drafts for part in step.parts if part.samples)
+        samples = sum([1 + part.num_drafts for part in step.parts if part.samples])
         dense = 2.0 * (work.dense_params * step.num_tokens + work.head_params * samples) / tensor
         weights = (work.weight_bytes * work.dense_params + 2.0 * work.head_params) / tensor
         return (
@@ -176,26 +176,26 @@ class CostModel:
         # at the middle of the chunk, cut by the window.
         reads = np.zeros(len(start))
         pairs = np.zeros(len(start))
-        seconds = np.zeros(len(start))
+        measured = np.zeros(len(start))
         for spec, token_bytes, layers in self._groups:
             if not token_bytes:
                 continue
-            modelled = np.ones(len(start), dtype=np.bool_)
-            if self._measured is not None and type(spec) is MLA:
-                decodes = tokens <= MOST_QUERY_TOKENS
-                rows = np.maximum(tokens * self.work.heads // self.parallel.tensor, 1)
-                seconds += np.where(decodes, layers * self._measured.seconds(rows, end), 0.0)
-                modelled = ~decodes
             reach = end if spec.reach is None else np.minimum(end, spec.reach + tokens)
             seen = (start + end + 1) / 2
             if spec.reach is not None:
                 seen = np.minimum(seen, spec.reach)
-            reads += modelled * reach * token_bytes
-            pairs += modelled * layers * tokens * seen
+            read, paired = reach * token_bytes, layers * tokens * seen
+            if self._measured is not None and type(spec) is MLA:
+                decodes = tokens <= MOST_QUERY_TOKENS
+                rows = np.maximum(tokens * self.work.heads // self.parallel.tensor, 1)
+                measured += np.where(decodes, layers * self._measured.seconds(rows, end), 0.0)
+                read, paired = ~decodes * read, ~decodes * paired
+            reads += read
+            pairs += paired
         flops = 4.0 * pairs * self.work.query_size / self.parallel.tensor
         states = 2.0 * self._state_bytes
         per_request = np.maximum((reads + states) / self._bandwidth, flops / self._attention_flops)
-        return float((seconds + per_request).sum())
+        return float((measured + per_request).sum())
 
     def _mla_curve(self, layout: ModelLayout) -> Curve | None:
         """The measured kernel for the layout's latents; `ConfigError` when there are none, or heads are not known."""
@@ -230,5 +230,5 @@ class CostModel:
 
 
 def _without_drafts(step: Step) -> Step:
-    parts = (replace(part, num_tokens=part.num_tokens - part.num_drafts, num_drafts=0) for part in step.parts)
+    parts = (part._replace(num_tokens=part.num_tokens - part.num_drafts, num_drafts=0) for part in step.parts)
     return Step(tuple(parts), step.preempted)

@@ -131,6 +131,7 @@ class Engine:
         if not schedulers:
             raise ConfigError("an engine needs at least one rank")
         self.schedulers = list(schedulers)
+        self._in_text = not self.schedulers[0].manager.geometry.layout.has_cross_attention
         self._cost = cost
         self._acceptance = acceptance
         if isinstance(acceptance, MeasuredAcceptance):
@@ -237,7 +238,7 @@ class Engine:
     def _arrive(self, number: int, request: Request, refused: list[str]) -> None:
         # The number makes names unique; traces repeat theirs.
         name = f"{number}/{request.request_id}"
-        in_text = not self.schedulers[0].manager.geometry.layout.has_cross_attention
+        in_text = self._in_text
         prompt = prompt_tokens(number, request)
         if not in_text:
             prompt = prompt[: max(request.input_tokens - request.image_tokens, 1)]
@@ -266,8 +267,10 @@ class Engine:
 
     def _note(self, wave: Sequence[Step | None], now: float) -> None:
         for step in wave:
-            for part in step.parts if step else ():
-                self._computed += part.num_tokens
+            if step is None:
+                continue
+            self._computed += step.num_tokens
+            for part in step.parts:
                 if part.hit is not None:
                     times = self._times[part.job.request_id]
                     if times.admitted < 0:

@@ -9,6 +9,7 @@ Counters are vLLM's. With one step in flight (`o` sampled tokens not seen yet, `
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +25,8 @@ class Job:
     in vLLM. `image_tokens` are kept by cross-attention layers; `turn_ends` are lengths at which other prompts may part
     from this one. `eligible` is the scheduler's call from which on it may decode again. While `is_loading` the job
     waits for its KV to come from a lower tier; once `is_loaded` it keeps its blocks until it runs. `device_hit` of its
-    tokens were on the device when it was last brought in.
+    tokens were on the device when it was last brought in. `num_prompt` are the prompt's tokens, `longest` those of the
+    sequence at its end.
     """
 
     request_id: str
@@ -47,20 +49,20 @@ class Job:
     is_loading: bool = field(default=False, init=False)
     is_loaded: bool = field(default=False, init=False)
     device_hit: int = field(default=0, init=False)
+    # Asked for in every step.
+    num_prompt: int = field(init=False)
+    longest: int = field(init=False)
 
     def __post_init__(self) -> None:
         if not len(self.prompt) or not len(self.output):
             raise ConfigError(f"request {self.request_id!r} needs a prompt and an output of at least one token each")
-
-    @property
-    def num_prompt(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.prompt)
+        self.num_prompt = len(self.prompt)
+        self.longest = self.num_prompt + len(self.output)
 
     @property
     def num_tokens(self) -> int:
         """Tokens known: prompt and sampled output."""
-        return len(self.prompt) + self.num_output
+        return self.num_prompt + self.num_output
 
     @property
     def rank(self) -> tuple[int, float, str]:
@@ -73,22 +75,16 @@ class Job:
         placeholders = self.placeholders
         return placeholders > 0 and self.computed + 2 - placeholders >= self.longest
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the sequence at its end."""
-        return len(self.prompt) + len(self.output)
-
     def known_tokens(self) -> Int64Array:
         """Ids of the tokens known."""
         return np.concatenate([self.prompt, self.output[: self.num_output]])
 
     def tokens_between(self, begin: int, end: int) -> Int64Array:
         """Ids of the output tokens at positions `begin` (at least the prompt's length) to `end` of the sequence."""
-        return self.output[begin - len(self.prompt) : end - len(self.prompt)]
+        return self.output[begin - self.num_prompt : end - self.num_prompt]
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
+class Scheduled(NamedTuple):
     """A job's part of a step: `num_tokens` computed from position `start` on, the last `num_drafts` of them drafts.
 
     `samples` says whether the step ends at the last token known, so that a token is sampled; `hit` is the tokens found
@@ -109,12 +105,14 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step: parts in the order of scheduling, and the jobs that were preempted for it (their work is lost)."""
+    """One step: parts in the order of scheduling, and the jobs that were preempted for it (their work is lost).
+
+    `num_tokens` are all tokens that the step computes, drafts included.
+    """
 
     parts: tuple[Scheduled, ...]
     preempted: tuple[Job, ...]
+    num_tokens: int = field(init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the step computes, drafts included."""
-        return sum(part.num_tokens for part in self.parts)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", sum([part.num_tokens for part in self.parts]))

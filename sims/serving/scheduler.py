@@ -57,19 +57,19 @@ class _Batch:
         self.tokens = settings.step_budget
         # Slots that the model's input has left; a drafter may need some beyond the scheduled tokens.
         self.slots = settings.max_num_batched_tokens
-        self._slots_each = settings.draft_slots if settings.rules.draft_slots_per_request else 0
+        self.slots_each = settings.draft_slots if settings.rules.draft_slots_per_request else 0
         self.needs = room.none()
         self.has_running = self.has_prefill = False
 
     @property
     def limit(self) -> int:
         """The most tokens that one more job can get."""
-        return min(self.tokens, self.slots - self._slots_each)
+        return min(self.tokens, self.slots - self.slots_each)
 
     def add(self, part: Scheduled) -> None:
         self.parts.append(part)
         self.tokens -= part.num_tokens
-        self.slots -= part.num_tokens + self._slots_each
+        self.slots -= part.num_tokens + self.slots_each
         if part.hit is None:
             self.has_running = True
             self.has_prefill |= part.job.is_prefill_chunk
@@ -80,7 +80,7 @@ class _Batch:
             if part.job is job:
                 self.parts.remove(part)
                 self.tokens += part.num_tokens
-                self.slots += part.num_tokens + self._slots_each
+                self.slots += part.num_tokens + self.slots_each
                 return True
         return False
 
@@ -174,11 +174,11 @@ class Scheduler:
         batch = _Batch(self.settings, self.room)
         preempted: list[Job] = []
         # Nearly always all running jobs fit; only when they do not is room made job by job.
-        self._run(batch, threshold)
+        self._run_all(batch, threshold)
         batch.needs = self._needs(batch.parts)
         if not self.room.fits(batch.needs):
             batch = _Batch(self.settings, self.room)
-            self._run(batch, threshold, preempted)
+            self._run_in_room(batch, threshold, preempted)
         if not preempted:
             self._admit_waiting(batch, threshold)
         self._preempted += preempted
@@ -189,8 +189,7 @@ class Scheduler:
         step = Step(tuple(batch.parts), tuple(self._preempted))
         self._preempted = []
         self.manager.reserve([part.row for part in step.parts], [part.num_tokens for part in step.parts])
-        for part in step.parts:
-            self._advance(part, len(step.parts))
+        self._advance(step.parts)
         self._in_flight.append(step)
         return step
 
@@ -205,9 +204,10 @@ class Scheduler:
         if len(accepted) != len(step.parts):
             raise KvtideError(f"accepted has {len(accepted)} counts for a step of {len(step.parts)} requests")
         for part, count in zip(step.parts, accepted, strict=True):
-            most = part.num_drafts if part.samples and not part.is_padding else 0
-            if not 0 <= count <= most:
-                raise KvtideError(f"request {part.job.request_id!r} has {count} accepted of {most} drafts")
+            if count:
+                most = part.num_drafts if part.samples and not part.is_padding else 0
+                if not 0 <= count <= most:
+                    raise KvtideError(f"request {part.job.request_id!r} has {count} accepted of {most} drafts")
         self._in_flight.popleft()
         alive = [(part, count) for part, count in zip(step.parts, accepted, strict=True) if not part.job.finished]
         self._commit(alive)
@@ -215,15 +215,62 @@ class Scheduler:
         if drafted:
             self.drafts.record(*zip(*drafted, strict=True))
         following = self.settings.drafts_after(len(step.parts))
-        outcomes = [self._settle(part, count, following) for part, count in alive]
-        if any(outcome.finished for outcome in outcomes):
+        ahead, longest = self.settings.async_scheduling, self.settings.max_model_len
+        outcomes = []
+        has_finished = False
+        for part, count in alive:
+            job = part.job
+            room = min(job.longest, longest) - job.num_prompt - job.num_output
+            if ahead and part.samples and not part.num_drafts and room > 1:
+                # What `_settle` comes to for nearly all parts of nearly all steps.
+                job.in_flight -= part.num_tokens
+                job.num_output += 1
+                job.placeholders -= 1
+                outcomes.append(Outcome(job, 1, 0, 0, False))
+                continue
+            outcomes.append(self._settle(part, count, following))
+            has_finished |= job.finished
+        if has_finished:
             self.running = [job for job in self.running if not job.finished]
         return outcomes
 
     # -- running jobs -------------------------------------------------------------------------------------------------
 
-    def _run(self, batch: _Batch, threshold: int, preempted: list[Job] | None = None) -> None:
-        """Give every running job its tokens while the budget lasts. With `preempted`, also make room for its blocks."""
+    def _run_all(self, batch: _Batch, threshold: int) -> None:
+        """Give every running job its tokens while the budget lasts, as if there were room for all of them.
+
+        Written out, as this is done for every job in every step: what `_run_in_room` does with `_wanted` and `_part`.
+        """
+        call, longest, each = self._call, self.settings.max_model_len, batch.slots_each
+        tokens, slots, parts = batch.tokens, batch.slots, batch.parts
+        has_prefill = False
+        for job in self.running:
+            limit = min(tokens, slots - each)
+            if limit <= 0:
+                break
+            computed, placeholders = job.computed, job.placeholders
+            if call < job.eligible or (placeholders > 0 and computed + 2 - placeholders >= job.longest):
+                continue
+            known = job.num_prompt + job.num_output + placeholders
+            num = known + job.drafts - computed
+            if 0 < threshold < num:
+                num = threshold
+            if num > 1:
+                num = min(num, limit)
+            num = min(num, longest - computed - 1)
+            if num <= 0:
+                continue
+            beyond = computed + num - known
+            drafts = min(job.drafts, beyond) if beyond > 0 else 0
+            parts.append(Scheduled(job, job.row, computed, num, drafts, beyond >= 0))  # type: ignore[arg-type]
+            tokens -= num
+            slots -= num + each
+            has_prefill |= job.is_prefill_chunk
+        batch.tokens, batch.slots = tokens, slots
+        batch.has_running, batch.has_prefill = bool(parts), has_prefill
+
+    def _run_in_room(self, batch: _Batch, threshold: int, preempted: list[Job]) -> None:
+        """The same job by job, and room is made for the blocks of each."""
         at = 0
         while at < len(self.running) and batch.limit > 0:
             job = self.running[at]
@@ -233,12 +280,11 @@ class Scheduler:
             if num <= 0:
                 continue
             part = self._part(job, num)
-            if preempted is not None:
-                need = self._needs([part])
-                if not self._make_room(job, need, batch, preempted):
-                    break
-                batch.needs = batch.needs + need
-                at = self.running.index(job) + 1  # victims before it may have gone
+            need = self._needs([part])
+            if not self._make_room(job, need, batch, preempted):
+                break
+            batch.needs = batch.needs + need
+            at = self.running.index(job) + 1  # victims before it may have gone
             batch.add(part)
 
     def _wanted(self, job: Job, batch: _Batch, threshold: int) -> int:
@@ -425,51 +471,58 @@ class Scheduler:
 
     # -- before and after a step --------------------------------------------------------------------------------------
 
-    def _advance(self, part: Scheduled, batch: int) -> None:
-        """Count the step's tokens as computed, and with steps in flight its samples as known."""
-        job = part.job
-        job.computed += part.num_tokens
-        job.in_flight += part.num_tokens
-        job.is_prefill_chunk = not part.samples
-        job.drafts = 0
-        if part.samples and self.settings.async_scheduling:
-            job.placeholders += 1 + part.num_drafts
-            # Stages hand sampled tokens on in turn: a decode's next step comes a whole round later.
-            job.eligible = self._call + self.settings.pipeline_parallel_size
-            job.drafts = self.settings.drafts_after(batch)
+    def _advance(self, parts: Sequence[Scheduled]) -> None:
+        """Count a step's tokens as computed, and with steps in flight its samples as known."""
+        ahead = self.settings.async_scheduling
+        # Stages hand sampled tokens on in turn: a decode's next step comes a whole round later.
+        eligible = self._call + self.settings.pipeline_parallel_size
+        drafts = self.settings.drafts_after(len(parts))
+        for part in parts:
+            job = part.job
+            job.computed += part.num_tokens
+            job.in_flight += part.num_tokens
+            job.is_prefill_chunk = not part.samples
+            job.drafts = 0
+            if ahead and part.samples:
+                job.placeholders += 1 + part.num_drafts
+                job.eligible = eligible
+                job.drafts = drafts
 
     def _commit(self, alive: Sequence[tuple[Scheduled, int]]) -> None:
         manager = self.manager
-        counts, tokens = [], []
-        for part, accepted in alive:
-            committed = int(manager.committed[part.row])
-            count = part.num_tokens - part.num_drafts + accepted
+        rows = [part.row for part, _ in alive]
+        counts: list[int] = []
+        tokens: list[int] = []
+        for (part, accepted), committed in zip(alive, manager.committed[rows].tolist(), strict=True):
+            job = part.job
             # Accepted drafts beyond the output's end have no token; the request ends here anyway.
-            count = min(count, part.job.longest - committed)
+            count = min(part.num_tokens - part.num_drafts + accepted, job.longest - committed)
             counts.append(count)
             known = manager.num_tokens(part.row)
-            if committed + count > known:
-                tokens.append(part.job.tokens_between(known, committed + count))
-        ids = np.concatenate(tokens) if tokens else np.empty(0, dtype=np.int64)
-        (self.offload or manager).commit([part.row for part, _ in alive], counts, ids)
+            if committed + count == known + 1:
+                tokens.append(job.output.item(known - job.num_prompt))
+            elif committed + count > known:
+                tokens += job.tokens_between(known, committed + count).tolist()
+        (self.offload or manager).commit(rows, counts, np.array(tokens, dtype=np.int64))
 
     def _settle(self, part: Scheduled, accepted: int, following_drafts: int) -> Outcome:
         """Roll rejected drafts back, append what was sampled, end the job when its output is whole."""
         job = part.job
         job.in_flight -= part.num_tokens
-        sampled = 0
-        if part.samples:
-            rejected = part.num_drafts - accepted
-            job.computed -= rejected
-            room = min(job.longest, self.settings.max_model_len) - job.num_tokens
-            sampled = min(1 + accepted, room)
-            job.num_output += sampled
-            if self.settings.async_scheduling:
-                job.placeholders -= rejected + sampled
-            if sampled == room:
-                self._finish(job)
-            if not self.settings.async_scheduling:
-                job.drafts = self.propose(job, following_drafts) if self.propose else following_drafts
+        if not part.samples:
+            return Outcome(job, 0, part.num_drafts, accepted, False)
+        settings = self.settings
+        rejected = part.num_drafts - accepted
+        job.computed -= rejected
+        room = min(job.longest, settings.max_model_len) - job.num_prompt - job.num_output
+        sampled = min(1 + accepted, room)
+        job.num_output += sampled
+        if settings.async_scheduling:
+            job.placeholders -= rejected + sampled
+        if sampled == room:
+            self._finish(job)
+        if not settings.async_scheduling:
+            job.drafts = self.propose(job, following_drafts) if self.propose else following_drafts
         return Outcome(job, sampled, part.num_drafts, accepted, job.finished)
 
     def _finish(self, job: Job) -> None:
