@@ -10,7 +10,7 @@ Meanwhile every query of every engine checks every byte of K/V that it reaches a
 - what was injected, and what the stores made of it;
 - processes that ended for another reason than being killed: a wrong token, a block, lease, byte, file or thread left
   over at a rest or after closing, or a crash;
-- growth of memory per hour, by a line through the samples at rest of each process that lived long enough; and of files;
+- growth of memory, files and objects per hour, by a line through the samples at rest of each process that lived long;
 - files left over, and the most bytes that a store held, as a share of its bound.
 
 The disks are small tmpfs, which takes root; without, the disk is never full and the figure is null.
@@ -60,8 +60,8 @@ class Life:
     process: subprocess.Popen[str]
     began: float
     last: dict[str, Any] = field(default_factory=dict)
-    # Seconds since the start, anonymous bytes and open files at rests.
-    samples: list[tuple[float, int, int]] = field(default_factory=list)
+    # At rests: seconds since the start, anonymous bytes, open files, and objects that Python's collector knows.
+    samples: list[tuple[float, int, int, int]] = field(default_factory=list)
     ended: bool = False  # in order
     killed: bool = False
     complaint: str = ""
@@ -129,7 +129,8 @@ class Slot:
             else:
                 life.last = found
                 if found["what"] == "rest":
-                    life.samples.append((time.monotonic() - life.began, found["anonymous_bytes"], found["files"]))
+                    now = time.monotonic() - life.began
+                    life.samples.append((now, found["anonymous_bytes"], found["files"], found["objects"]))
 
 
 class Soak:
@@ -296,7 +297,7 @@ def bytes_below(root: Path) -> int:
     return total
 
 
-def growth_per_hour(samples: list[tuple[float, int, int]], which: int) -> float:
+def growth_per_hour(samples: list[tuple[float, int, int, int]], which: int) -> float:
     """Slope of a line through the samples after the first third: the median of all slopes between two of them."""
     late = [sample for sample in samples if sample[0] > samples[-1][0] / 3]
     step = max(1, len(late) // 60)
@@ -324,6 +325,7 @@ def figures_of(soak: Soak, found: Counter[str], leftovers: int) -> list[Figure]:
         long_lives = []  # caches still fill
     memory = [growth_per_hour(life.samples, 1) for life in long_lives]
     files = [growth_per_hour(life.samples, 2) for life in long_lives]
+    objects = [growth_per_hour(life.samples, 3) for life in long_lives]
     none = Target("value", "<=", 0)
     corrupt = sum(count for name, count in outcomes.items() if name.endswith("CORRUPT"))
     figures = [
@@ -360,6 +362,13 @@ def figures_of(soak: Soak, found: Counter[str], leftovers: int) -> list[Figure]:
         ),
         Figure(
             "file_growth", max(files) if files else None, "files/h", target=Target("value", "<=", 1), note="the same"
+        ),
+        Figure(
+            "object_growth",
+            max(objects) if objects else None,
+            "objects/h",
+            target=Target("value", "<=", 1000),
+            note="the same; of those that the garbage collector tracks",
         ),
         Figure("files_left_over", leftovers, "files", target=none, note="unfinished files after gc"),
         Figure(

@@ -187,6 +187,7 @@ class Worker:
             "anonymous_bytes": anonymous_bytes(),
             "files": open_files(),
             "threads": threading.active_count(),
+            "objects": len(gc.get_objects()),
             "tokens_checked": self.tokens_checked,
             "requests": self.requests,
             "store_tokens": self.store_tokens,

@@ -245,15 +245,23 @@ class LMDBConnector(BaseConnector):
                 self._segments.save_uses()
                 self._segments.sync()
                 self._index.flush()
+        except (OSError, lmdb.Error) as error:
+            self._not_sealed(error)
+        try:
             self._index.close()
             if self._space is not None and not self._doubtful:
                 recovery.seal(self._path)
-        except (OSError, lmdb.Error) as error:  # not sealed, so the next opening checks everything
-            self._fault(str(error).lower())
+        except (OSError, lmdb.Error) as error:
+            self._not_sealed(error)
         finally:
             self._parallel.close()
             self._segments.close()
             self._unlock()
+
+    def _not_sealed(self, error: OSError | lmdb.Error) -> None:
+        """Count what went wrong in closing; the next opening checks everything."""
+        self._doubtful = True
+        self._fault(fault_kind(error) if isinstance(error, OSError) else f"index: {type(error).__name__}")
 
     def _damaged(self, key: StoreKey, place: Place, error: BadValue) -> Status:
         status = self._bad(error)

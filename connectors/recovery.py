@@ -34,7 +34,7 @@ from kvtide.kvcache import ConfigError
 from kvtide.offload.keys import StoreKey
 from kvtide.offload.values import BadValue, parse_header
 
-from .files import make_private, sync_directory
+from .files import make_private, sync_directory, write_all
 from .index import ENTRY_DTYPE, Index, Place
 from .segments import Segment, Segments
 
@@ -154,13 +154,17 @@ def seal(path: Path) -> None:
 def save_state(path: Path, state: State) -> None:
     """Publish the state, whole."""
     part = path / f"state.json.{os.getpid()}"
-    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
-        os.write(fd, msgspec.json.encode(state))
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    part.replace(path / "state.json")
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            write_all(fd, (msgspec.json.encode(state),), 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        part.replace(path / "state.json")
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
     sync_directory(path)
 
 

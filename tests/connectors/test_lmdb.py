@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -224,3 +225,35 @@ def test_a_reader_says_what_the_store_may_hold(tmp_path):
     with open_store(tmp_path, max_bytes="64MiB", read_only=True) as reader:
         assert reader.stats().capacity_bytes == 64 << 20
         assert reader.stats().num_values == 1
+
+
+@pytest.mark.parametrize("where", ["uses", "seal"])
+def test_a_disk_that_is_full_at_closing_leaves_nothing_open(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    open_store(tmp_path).close()
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    store = open_store(tmp_path)
+    put(store, range(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            *((store._segments, "save_uses") if where == "uses" else ("kvtide.connectors.recovery.seal",)), full
+        )
+        store.close()
+    assert store.stats().faults == {"no space left on device": 1}
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    with open_store(tmp_path) as again:
+        assert again.recovered == "checked"
+        assert served(again, range(3)) == [0, 1, 2]
+
+
+def test_a_state_that_cannot_be_written_leaves_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_store(tmp_path) as store:
+        put(store, range(3))
+        monkeypatch.setattr("kvtide.connectors.recovery.write_all", lambda *_: os.fsync(1 << 20))  # EBADF
+    monkeypatch.undo()
+    assert not list(tmp_path.glob("state.json.*"))
+    assert store.stats().faults == {"bad file descriptor": 1}
