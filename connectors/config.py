@@ -38,7 +38,7 @@ AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kv_transfer_config`, with vLLM's names and meanings."""
+    """`kv_transfer_config`, with vLLM's names and meanings; the configuration reference explains every key."""
 
     kv_connector: Annotated[str, Meta(description="The store: a known name, or module:Class.", min_length=1)]
     kv_role: Annotated[
@@ -93,12 +93,19 @@ def open_store(config: TransferConfig) -> Store:
 
 
 def make_store(name: str, extra_config: Mapping[str, Any], module_path: str | None = None) -> Store:
-    """A store by name and settings, opened; `MultiConnector` opens its tiers through this."""
+    """The store `name` with the settings `extra_config`, opened; `module_path` is that of another package's class.
+
+    `ConfigError` for an unknown name, a bad setting, or a store that cannot be opened; `MissingExtra` without a package
+    that it needs.
+    """
     return store_class(name, module_path)(store_settings(name, extra_config, module_path))
 
 
 def store_settings(name: str, extra_config: Mapping[str, Any], module_path: str | None = None) -> msgspec.Struct:
-    """A store's settings, checked, as its own `Config`."""
+    """The settings `extra_config` of the store `name`, checked, as its own `Config`; opens nothing.
+
+    `ConfigError` names the key, its value, and what is allowed.
+    """
     return checked(extra_config, store_class(name, module_path).Config, f"{name}'s kv_connector_extra_config")
 
 

@@ -43,7 +43,10 @@ class StoreClass(Protocol):
 
 
 def store_class(name: str, module_path: str | None = None) -> StoreClass:
-    """The class of a store; `ConfigError` names what is known, or why it cannot be loaded."""
+    """The class of the store `name`: kvtide's own, an entry point, `module:Class`, or a class of `module_path`.
+
+    `ConfigError` names what is known, or why it cannot be loaded.
+    """
     if module_path is not None:
         return _from_module(module_path, name)
     if name in BUILT_IN:

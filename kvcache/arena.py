@@ -53,7 +53,10 @@ class Arena:
         return (page * self.geometry.page_bytes + slot * fmt.block_bytes) // self.geometry.unit
 
     def block(self, entry: int, fmt: BlockFormat) -> torch.Tensor:
-        """The bytes of one block, a contiguous uint8 view: one copy, one write, one transfer descriptor."""
+        """The bytes of the block at a table's `entry`, uint8 [fmt.block_bytes], contiguous, not a copy.
+
+        `ConfigError` for an entry outside the arena.
+        """
         start = entry * self.geometry.unit
         if not 0 <= start <= self.num_bytes - fmt.block_bytes:
             raise ConfigError(

@@ -50,7 +50,7 @@ class Charge(NamedTuple):
 
 
 def ceil_div(value: Int64Array, divisor: int | Int64Array) -> Int64Array:
-    """Integer division rounding up."""
+    """`value` / `divisor`, rounded up; int64 arrays of any shape."""
     return -(-value // divisor)
 
 
@@ -127,7 +127,10 @@ class BlockFormat:
         raise ConfigError(f"group {self.group.name} has no component {name!r}; it has {names}")
 
     def live_blocks(self, own_tokens: Int64Array, stored_tokens: Int64Array) -> Int64Array:
-        """Blocks per table that a sequence holds: those with a token in reach (all of them under `keeps_all`)."""
+        """Blocks per table that a sequence holds: those with a token in reach (all of them under `keeps_all`).
+
+        `own_tokens` and `stored_tokens` are as in `charge`: int64 arrays of one shape, which the result has too.
+        """
         if not self.block_size:
             return np.minimum(stored_tokens, 1)
         blocks = ceil_div(stored_tokens, self.block_size)
@@ -255,7 +258,7 @@ class PageGeometry:
         return own, (text + image if fmt.keeps_all else own)
 
     def charge(self, text_tokens: npt.ArrayLike, image_tokens: npt.ArrayLike = 0) -> dict[str, Charge]:
-        """Bytes by cause, per group name, of sequences of the given lengths (numbers or int arrays)."""
+        """Bytes by cause, per group name, of sequences of `text_tokens` and `image_tokens` (numbers or int arrays)."""
         return {fmt.group.name: fmt.charge(*self.tokens_of(fmt, text_tokens, image_tokens)) for fmt in self.formats}
 
 

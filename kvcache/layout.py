@@ -22,7 +22,10 @@ MAX_BYTES = 2**36
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer. `spec` is None when it stores nothing; `shares` then names the layer whose KV it reads, if any."""
+    """One layer, number `index` of the model. `spec` is None when it stores nothing.
+
+    `shares` then is the number of the layer whose KV it reads, if any. `draft`: a layer of a drafter, not of the model.
+    """
 
     index: int
     spec: LayerSpec | None

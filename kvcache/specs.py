@@ -131,7 +131,11 @@ def _require_positive(spec: LayerSpec, **values: int) -> None:
 
 @dataclass(frozen=True)
 class FullAttention(LayerSpec):
-    """Keys and values of every token. `head_dim_v` may differ from `head_dim`."""
+    """Keys and values of every token: `num_kv_heads` heads of `head_dim` and `head_dim_v` elements, which may differ.
+
+    `dtype` is the cache's element type by its canonical name, such as "bfloat16" or "float8_e4m3"; of all ranks
+    together until `shard` has cut the heads. `ConfigError` for sizes or a dtype that cannot be.
+    """
 
     kind: ClassVar[Kind] = Kind.FULL_ATTENTION
 

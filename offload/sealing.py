@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 def seal(
     key: StoreKey, buffer: ReadableBuffer, codec: Codec | None = None, generation: int = 0
 ) -> tuple[bytes, memoryview]:
-    """The header and the payload of a value; the payload is a view of `buffer` unless packing makes it smaller."""
+    """The header (96 bytes) and the payload of the value in `buffer`, to be stored under `key`.
+
+    The payload is a view of `buffer`, unless `codec` makes it smaller. `generation` is the writer's own number.
+    """
     raw = memoryview(buffer).cast("B")
     if codec is not None and raw.nbytes:
         payload = codec.encode(raw)

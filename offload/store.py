@@ -46,7 +46,7 @@ class Status(IntEnum):
 
 
 class Entry(NamedTuple):
-    """One stored value, as `scan` finds it: bytes on the tier, header included."""
+    """One stored value, as `scan` finds it: its `key`, and `num_bytes` on the tier, header included."""
 
     key: StoreKey
     num_bytes: int
@@ -163,11 +163,17 @@ class Store(ABC):
         """Tell the store's eviction that keys were of use although they were not read (a faster tier had them)."""
 
     def peek_into(self, keys: Sequence[StoreKey], buffers: Sequence[WriteableBuffer]) -> list[Status]:
-        """As `get_into`, but no use: a store that can moves no recency. For copying values to another store."""
+        """`get_into`, but not counted as a use: a store that can moves no recency. For copying `keys` to another store.
+
+        The same statuses, and the same promise about `buffers`.
+        """
         return self.get_into(keys, buffers)
 
     def put_for(self, owner: str, keys: Sequence[StoreKey], buffers: Sequence[ReadableBuffer]) -> list[Status]:
-        """As `put`, on the account of an owner (a salt, a tenant), for a store that has quotas."""
+        """As `put` of `keys` and `buffers`, on the account of `owner` (a salt, a tenant), for a store that has quotas.
+
+        REFUSED where the owner's quota is spent and its own older values do not make room.
+        """
         return self.put(keys, buffers)
 
     def cool(self, keys: Sequence[StoreKey]) -> None:  # noqa: B027

@@ -42,7 +42,11 @@ class BadValue(Exception):
 
 
 class Header(NamedTuple):
-    """A value's header, already checked."""
+    """A value's header, already checked.
+
+    `codec` is the codec's number, `raw_bytes` the value's length, `stored_bytes` its payload's, `generation` the
+    writer's number, `key` 32 bytes, `payload_digest` 16.
+    """
 
     codec: int
     raw_bytes: int
@@ -55,7 +59,10 @@ class Header(NamedTuple):
 def make_header(
     key: StoreKey, payload: ReadableBuffer, *, raw_bytes: int, codec: int = CODEC_RAW, generation: int = 0
 ) -> bytes:
-    """The header of a payload that is about to be stored."""
+    """The header, 96 bytes, of a payload that is about to be stored under `key`.
+
+    `raw_bytes` is the value's length before codec number `codec` packed it; `generation` is the writer's own.
+    """
     digest = xxhash.xxh3_128_digest(payload)
     return pack_header(Header(codec, raw_bytes, memoryview(payload).nbytes, generation, key, digest))
 
@@ -90,7 +97,7 @@ def parse_header(data: ReadableBuffer, key: StoreKey | None, *, max_value_bytes:
 
 
 def verify(header: Header, payload: ReadableBuffer) -> None:
-    """`BadValue` unless these are the bytes that were stored."""
+    """`BadValue` unless `payload` is, in length and checksum, what `header` was made for."""
     if memoryview(payload).nbytes != header.stored_bytes:
         raise BadValue("short payload")
     if xxhash.xxh3_128_digest(payload) != header.payload_digest:

@@ -70,14 +70,14 @@ def in_flight_pages(
 
 
 def request_bytes(geometry: PageGeometry, text_tokens: int, image_tokens: int = 0) -> int:
-    """Bytes of `request_pages`."""
+    """`request_pages`, with the same arguments, in bytes."""
     return _bytes(geometry, request_pages(geometry, text_tokens, image_tokens))
 
 
 def in_flight_bytes(
     geometry: PageGeometry, in_flight_tokens: int, text_tokens: int, image_tokens: int = 0, num_requests: int = 1
 ) -> int:
-    """Bytes of `in_flight_pages`."""
+    """`in_flight_pages`, with the same arguments, in bytes."""
     return _bytes(geometry, in_flight_pages(geometry, in_flight_tokens, text_tokens, image_tokens, num_requests))
 
 

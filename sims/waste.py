@@ -28,7 +28,7 @@ MARGIN = 2**16
 
 @dataclass
 class KindWaste:
-    """Bytes of one layer kind."""
+    """Bytes of one layer kind, summed over the workload: `allocated_bytes`, and `needed_bytes` of them."""
 
     allocated_bytes: int = 0
     needed_bytes: int = 0
