@@ -74,6 +74,21 @@ def test_waste_without_the_trace_is_null_and_says_so(tmp_path: Path) -> None:
         assert figure["value"] is figure["peer"] is figure["met"] is None
 
 
+def test_simulate(shared: Path, tmp_path: Path) -> None:
+    figures, complaint = run("simulate.py", tmp_path / "out.json", KVTIDE_SHARED=str(shared))
+    assert "no peer" in complaint
+    for name in ("mooncake_cpu", "mooncake_step", "day_request", "day_step", "hit_rates"):
+        assert figures[name]["value"] > 0
+    assert figures["day_memory"]["value"] is None  # not the whole day
+    assert figures["hit_rates"]["peer"] is figures["hit_rates"]["met"] is None
+
+
+def test_simulate_without_traces_is_null(tmp_path: Path) -> None:
+    figures, complaint = run("simulate.py", tmp_path / "out.json", KVTIDE_SHARED=str(tmp_path))
+    assert "KVTIDE_SHARED" in complaint
+    assert all(figure["value"] is None for figure in figures.values())
+
+
 def test_soak(tmp_path: Path) -> None:
     figures, _ = run("soak.py", tmp_path / "out.json", "--seed", "3")
     for name in ("wrong_tokens", "unexpected_ends", "files_left_over"):
