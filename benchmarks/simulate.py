@@ -5,8 +5,9 @@
     mooncake_cpu, _memory      user and system CPU seconds, and peak resident memory, of the command `kvtide simulate`
                                on the Mooncake synthetic trace (3,993 requests, 61 M tokens), Qwen3-32B on 4 H200
     mooncake_step, _request    the same run, inside the simulation: per simulated step, and per request
-    day_request, day_step      CPU time of the command on the first N requests of a generated day of a million chats (all by
-                               default, 4,000 with --quick); Qwen3-30B-A3B on one A100. 900 us each are 15 minutes
+    day_request, day_step      CPU time of the command on the first N requests of a generated day of a million
+                               chats (all by default, 4,000 with --quick); Qwen3-30B-A3B on one A100. 900 us each
+                               are 15 minutes
     day_memory                 peak resident memory of that command; null unless the whole day was simulated
     hit_rates                  LRU hit rates of the Mooncake trace for six cache sizes, reading the trace included;
                                peer: `kvcache-simulator` (PyPI) on its Python path. The rates must agree

@@ -16,7 +16,8 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 def run(script: str, json_file: Path, *arguments: str, **environment: str) -> tuple[dict[str, Any], str]:
     """Run a benchmark in tiny sizes; its JSON, and what it said on stderr."""
-    inherited = {name: value for name, value in os.environ.items() if name != "KVTIDE_VLLM_PYTHON"}
+    peers = ("KVTIDE_VLLM_PYTHON", "KVTIDE_KVCACHE_SIMULATOR_PYTHON")
+    inherited = {name: value for name, value in os.environ.items() if name not in peers}
     done = subprocess.run(
         [sys.executable, BENCHMARKS / script, "--smoke", "--json", json_file, *arguments],
         env=inherited | environment,
