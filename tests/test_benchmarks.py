@@ -16,7 +16,8 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 def run(script: str, json_file: Path, *arguments: str, **environment: str) -> tuple[dict[str, Any], str]:
     """Run a benchmark in tiny sizes; its JSON, and what it said on stderr."""
-    inherited = {name: value for name, value in os.environ.items() if name != "KVTIDE_VLLM_PYTHON"}
+    peers = ("KVTIDE_VLLM_PYTHON", "KVTIDE_KVCACHE_SIMULATOR_PYTHON")
+    inherited = {name: value for name, value in os.environ.items() if name not in peers}
     done = subprocess.run(
         [sys.executable, BENCHMARKS / script, "--smoke", "--json", json_file, *arguments],
         env=inherited | environment,
@@ -72,6 +73,21 @@ def test_waste_without_the_trace_is_null_and_says_so(tmp_path: Path) -> None:
     assert "KVTIDE_SHARED" in complaint
     for figure in figures.values():
         assert figure["value"] is figure["peer"] is figure["met"] is None
+
+
+def test_simulate(shared: Path, tmp_path: Path) -> None:
+    figures, complaint = run("simulate.py", tmp_path / "out.json", KVTIDE_SHARED=str(shared))
+    assert "no peer" in complaint
+    for name in ("mooncake_cpu", "mooncake_step", "day_request", "day_step", "hit_rates"):
+        assert figures[name]["value"] > 0
+    assert figures["day_memory"]["value"] is None  # not the whole day
+    assert figures["hit_rates"]["peer"] is figures["hit_rates"]["met"] is None
+
+
+def test_simulate_without_traces_is_null(tmp_path: Path) -> None:
+    figures, complaint = run("simulate.py", tmp_path / "out.json", KVTIDE_SHARED=str(tmp_path))
+    assert "KVTIDE_SHARED" in complaint
+    assert all(figure["value"] is None for figure in figures.values())
 
 
 def test_soak(tmp_path: Path) -> None:

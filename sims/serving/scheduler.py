@@ -203,17 +203,17 @@ class Scheduler:
             raise KvtideError("steps are completed in the order in which they were scheduled")
         if len(accepted) != len(step.parts):
             raise KvtideError(f"accepted has {len(accepted)} counts for a step of {len(step.parts)} requests")
-        for part, count in zip(step.parts, accepted, strict=True):
-            if count:
-                most = part.num_drafts if part.samples and not part.is_padding else 0
-                if not 0 <= count <= most:
-                    raise KvtideError(f"request {part.job.request_id!r} has {count} accepted of {most} drafts")
+        for part, count in zip(step.parts, accepted, strict=True) if any(accepted) else ():
+            most = part.num_drafts if part.samples and not part.is_padding else 0
+            if not 0 <= count <= most:
+                raise KvtideError(f"request {part.job.request_id!r} has {count} accepted of {most} drafts")
         self._in_flight.popleft()
         alive = [(part, count) for part, count in zip(step.parts, accepted, strict=True) if not part.job.finished]
         self._commit(alive)
-        drafted = [(part.num_drafts, count) for part, count in alive if part.num_drafts and not part.is_padding]
-        if drafted:
-            self.drafts.record(*zip(*drafted, strict=True))
+        if self.settings.num_speculative_tokens:
+            drafted = [(part.num_drafts, count) for part, count in alive if part.num_drafts and not part.is_padding]
+            if drafted:
+                self.drafts.record(*zip(*drafted, strict=True))
         following = self.settings.drafts_after(len(step.parts))
         ahead, longest = self.settings.async_scheduling, self.settings.max_model_len
         outcomes = []
