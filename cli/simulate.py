@@ -143,11 +143,11 @@ def command(
     \b
     Examples:
       kvtide simulate --model config.json --trace demo --gpu h200:2 --num-requests 500
-      kvtide simulate --model gpt-oss-120b --params 117 --active-params 5.1 --trace azure.csv --gpu h100:2
+      kvtide simulate --model gpt-oss-120b --params 117 --active-params 5.1 --trace azure.csv --gpu h100:4
       kvtide simulate --model config.json --trace demo --gpu h200 --max-num-seqs 64 --policy grouped --json
       kvtide simulate --model config.json --trace demo --gpu h200 --offload-tier host:256GB:50GB/s:10us
       kvtide simulate --model config.json --trace demo --gpu h200 --html report.html --compare grouped,lcm
-      kvtide simulate --model config.json --trace demo --gpu h200 --explain chat-3/0
+      kvtide simulate --model config.json --trace demo --gpu h200 --explain chat-1/0
     """
     check_outputs(json_file, html_file)
     deployment, requests = plan(**options)

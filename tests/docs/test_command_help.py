@@ -20,6 +20,7 @@ BIN = Path(sys.executable).parent
 NOT_RUN = {
     "kvtide calibrate": "needs a recorded run",
     "KV_SECRET=... kvtide store serve": "serves until it is stopped",
+    "kvtide sweep --model config.json --trace demo --grid": "needs a Dask cluster",
     "kvtide doctor": "takes as long as importing everything; see test_doctor",
 }
 SHELL = re.compile(r"[>$|]|^[A-Z_]+=")  # what only a shell understands
@@ -43,7 +44,8 @@ def examples() -> list[str]:
     found = []
     for _, command in commands():
         _, _, text = (command.help or "").partition("Examples:\n")
-        found += [line.strip() for line in text.splitlines() if "kvtide" in line]
+        joined = re.sub(r"\\\n\s*", "", text)  # a command may go on on the next line
+        found += [line.strip() for line in joined.splitlines() if "kvtide" in line]
     return list(dict.fromkeys(found))
 
 

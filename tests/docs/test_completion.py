@@ -49,6 +49,18 @@ def test_other_shells_accept_their_script(shell: str, tmp_path: Path) -> None:
     subprocess.run([shell, "-n", str(tmp_path / "script")], check=True)
 
 
+def test_fish_completes(tmp_path: Path) -> None:
+    if shutil.which("fish") is None:
+        pytest.skip("no fish")
+    (tmp_path / "kvtide.fish").write_text(script("fish"))
+    code = f"source {tmp_path}/kvtide.fish; complete -C 'kvtide store ver'"
+    environment = {**ENVIRONMENT, "HOME": str(tmp_path)}
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["verify"]
+
+
 def test_an_unknown_shell_is_one_sentence() -> None:
     done = subprocess.run([BIN / "kvtide", "completion", "tcsh"], capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tomllib
 import venv
@@ -94,7 +93,8 @@ def environment(wheel, tmp_path_factory):
     site = Path(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    (site / "zz_dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    folders = [path for path in sys.path if Path(path).name == "site-packages"]  # this environment's, and what it names
+    (site / "zz_dependencies.pth").write_text("\n".join(folders) + "\n")
     return python
 
 
