@@ -20,6 +20,7 @@ from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Entry, Status
 from kvtide.offload.values import HEADER_BYTES, BadValue
 
+from .files import sync_directory
 from .lanes import ALIGNMENT
 from .nixl_agent import Agent, Piece
 from .s3 import S3Config, S3Connector
@@ -225,6 +226,8 @@ class Files:
             os.close(fd)
         if error is None and size == value.num_bytes:
             self._tree.finish(value.key, part, value.num_bytes)
+            if self._fsync:
+                sync_directory(Path(part).parent)
             return None
         full = self._tree.free_bytes() < value.num_bytes - size  # NIXL says no more than that it failed
         os.unlink(part)  # noqa: PTH108

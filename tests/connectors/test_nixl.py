@@ -312,3 +312,17 @@ def test_settings_are_read_as_every_stores_are() -> None:
     assert store_settings("NixlConnector", good) == NixlConfig(**good)
     with pytest.raises(ConfigError, match="NixlConnector's kv_connector_extra_config"):
         store_settings("NixlConnector", {"plugin": "TAPE"})
+
+
+def test_with_fsync_the_name_is_synced_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both the file and, after the rename, its folder: a lost name is a lost value."""
+    synced: list[str] = []
+    fsync = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (synced.append(str(Path(f"/proc/self/fd/{fd}").readlink())), fsync(fd))[1]
+    )
+    with open_files(tmp_path, fsync=True) as store:
+        put(store, [key_of(1)])
+        folder = file_of(tmp_path, key_of(1)).parent
+        assert any(name.endswith(".part") and name.startswith(str(folder)) for name in synced)
+        assert synced[-1] == str(folder)
