@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvtide.kvcache import KvtideError
 from kvtide.kvcache.specs import Int64Array
 
 from .hashing import Item, KeyChain
@@ -89,21 +90,27 @@ class Sequences:
         size = 4 * self._base
         return tuple(np.frombuffer(self._tokens[row][number * size : (number + 1) * size], dtype="<i4").tolist())
 
-    def unseen(self, rows: Int64Array, upto: Int64Array) -> Int64Array:
-        """How many tokens of each row are not known, of its first `upto[i]`."""
-        count: Int64Array = np.maximum(upto - self.known[rows], 0)
-        return count
+    def learn(self, rows: Int64Array, committed: Int64Array, ids: npt.NDArray[np.int32]) -> None:
+        """Rows have `committed[i]` tokens; `ids` holds those of them that were not known, row by row.
 
-    def learn(self, rows: Int64Array, counts: Int64Array, ids: npt.NDArray[np.int32]) -> None:
-        """Append `counts[i]` tokens to each row; `ids` holds them row by row."""
+        `KvtideError` when it holds more or fewer; then nothing has changed.
+        """
         known = self.known[rows]
-        places = known - self._hashed[rows]
-        self.known[rows] = known + counts
-        if self._tokens is None and len(ids) == len(rows) and counts.min() == 1:
+        counts = committed - known
+        if self._tokens is None and len(ids) == len(rows) and (counts == 1).all():
+            places = known - self._hashed[rows]
+            self.known[rows] = committed
             self._tail[rows, places] = ids  # one token each, as in most decode steps
             for row in rows[places == self._room - 1].tolist():
                 self._hash(row, self._tail[row].copy())
             return
+        counts = np.maximum(counts, 0)
+        if len(ids) != counts.sum():
+            raise KvtideError(f"token_ids has {len(ids)} tokens; {int(counts.sum())} of the rows' were not seen before")
+        if not len(ids):
+            return
+        places = known - self._hashed[rows]
+        self.known[rows] = known + counts
         stops = np.cumsum(counts)
         fits = places + counts < self._room
         for i in np.flatnonzero(~fits).tolist():

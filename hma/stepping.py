@@ -20,8 +20,6 @@ from .sequences import FreshKeys
 from .steps import Step, whole_numbers
 from .tables import ranges
 
-NO_LIMIT = np.iinfo(np.int64).max
-
 
 class StepCalls(RequestCalls):
     """Reserve, commit, and what recurrent states need around them."""
@@ -52,7 +50,6 @@ class StepCalls(RequestCalls):
         if not self._steps.is_idle:
             start += self._steps.in_flight[rows]
         upper = start + tokens
-        self._check_length(rows, upper)
         sure = None
         if kv_from_activations:
             # Drafts, of this step and of those in flight, may all be rejected: what is dead must be dead without them.
@@ -61,7 +58,10 @@ class StepCalls(RequestCalls):
             upper += self.lookahead
         has_gap = None
         short = (upper > self._covered[rows]).nonzero()[0]
+        if self._states and self.lookahead and self._steps.in_flight[rows].any():
+            raise KvtideError("recurrent states with drafts need each step committed before the next is reserved")
         if len(short):
+            self._check_length(rows[short], upper[short])
             gap = self._grow(rows[short], upper[short], None if sure is None else sure[short])
             if gap is not None:
                 has_gap = np.zeros(len(rows), dtype=np.bool_)
@@ -102,14 +102,7 @@ class StepCalls(RequestCalls):
             self._check_states(step, accepted)
         committed = self.committed[rows] + accepted
         if self._cache.enabled:
-            ids = as_tokens([] if token_ids is None else token_ids)
-            unseen = self._sequences.unseen(rows, committed)
-            if len(ids) != unseen.sum():
-                raise KvtideError(
-                    f"token_ids has {len(ids)} tokens; {int(unseen.sum())} of the rows' were not seen before"
-                )
-            if len(ids):
-                self._sequences.learn(rows, unseen, ids)
+            self._sequences.learn(rows, committed, as_tokens([] if token_ids is None else token_ids))
         partings = self._steps.retire(step)
         self.committed[rows] = committed
         if step.num_drafts is not None and step.num_drafts.any():
@@ -160,14 +153,13 @@ class StepCalls(RequestCalls):
 
     # -- inside a step ------------------------------------------------------------------------------------------------
 
-    def _check_length(self, rows: Int64Array, after: Int64Array) -> None:
+    def _check_length(self, rows: Int64Array, upper: Int64Array) -> None:
+        after = upper - self.lookahead
         if after.max(initial=0) > self.max_model_len:
             at = int(after.argmax())
             raise KvtideError(
                 f"row {int(rows[at])} would have {int(after[at])} tokens; max_model_len is {self.max_model_len}"
             )
-        if self._states and self.lookahead and self._steps.in_flight[rows].any():
-            raise KvtideError("recurrent states with drafts need each step committed before the next is reserved")
 
     def _grow(self, rows: Int64Array, upper: Int64Array, sure: Int64Array | None) -> npt.NDArray[np.bool_] | None:
         """Take what every group lacks for the rows to hold `upper[i]` tokens; says which rows got a gap, if any did.
@@ -182,7 +174,7 @@ class StepCalls(RequestCalls):
         if self.pool.pages_short(needs) > 0:
             raise self._exhausted(needs)
         has_gap: npt.NDArray[np.bool_] | None = None
-        covered = np.full(len(rows), NO_LIMIT)
+        covered = np.full(len(rows), self.max_model_len + self.lookahead)
         for group, growth, ids in zip(self.groups, growths, self.pool.take(needs), strict=True):
             if growth.total or growth.gaps is not None:
                 self._changed[group.number, group.append(rows, growth, ids)] = True
