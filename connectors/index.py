@@ -98,8 +98,8 @@ class Index:
             return int(txn.stat()["entries"])
 
     def file_bytes(self) -> int:
-        """Length of the index file."""
-        return (self._directory / "data.mdb").stat().st_size
+        """Length of the index's files, that of its readers among them."""
+        return sum(os.stat(self._directory / name).st_size for name in ("data.mdb", "lock.mdb"))  # noqa: PTH116  (hot)
 
     def flush(self) -> None:
         """Make what was committed durable."""

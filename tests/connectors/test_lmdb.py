@@ -257,3 +257,11 @@ def test_a_state_that_cannot_be_written_leaves_no_part_of_it(tmp_path: Path, mon
     monkeypatch.undo()
     assert not list(tmp_path.glob("state.json.*"))
     assert store.stats().faults == {"bad file descriptor": 1}
+
+
+def test_the_index_counts_with_all_its_files(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        put(store, range(50))
+        sizes = {path.name: path.stat().st_size for path in (tmp_path / "index").iterdir()}
+        assert min(sizes["data.mdb"], sizes["lock.mdb"]) > 0
+        assert store._index.file_bytes() == sum(sizes.values())
