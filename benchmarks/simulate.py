@@ -8,7 +8,7 @@
     day_request, day_step      CPU time of the command on the first N requests of a generated day of a million
                                chats (all by default, 4,000 with --quick); Qwen3-30B-A3B on one A100. 900 us each
                                are 15 minutes
-    day_memory                 peak resident memory of that command; null unless the whole day was simulated
+    day_memory                 peak resident memory of that command; the target is for the whole day
     hit_rates                  LRU hit rates of the Mooncake trace for six cache sizes, reading the trace included;
                                peer: `kvcache-simulator` (PyPI) on its Python path. The rates must agree
 
@@ -91,7 +91,7 @@ def run_command(model: str, gpu: str, trace: Path, *flags: str) -> Run:
 def measure_mooncake(num_requests: int | None) -> list[Figure]:
     """The command on the Mooncake trace."""
     limit = [] if num_requests is None else ["--num-requests", str(num_requests)]
-    run = run_command(*MOONCAKE, TRACE, *limit) if TRACE.is_file() else None
+    run = run_command(*MOONCAKE, TRACE, "--max-model-len", "131072", *limit) if TRACE.is_file() else None
     report = run.report if run else {}
     step = run.cpu_seconds / report["steps"] if run else None
     request = run.cpu_seconds / report["requests"] if run else None
@@ -140,13 +140,14 @@ def measure_day(num_requests: int) -> list[Figure]:
     note = (
         f"{report['requests']:,} requests, {report['steps']:,} steps, {running:,.0f} running on average" if run else ""
     )
-    memory = run.peak_bytes / 2**30 if run and num_requests == DAY_REQUESTS else None
+    memory = run.peak_bytes / 2**30 if run else None
+    whole = Target("value", "<", 4) if num_requests == DAY_REQUESTS else None
     request = run.cpu_seconds / report["requests"] if run else None
     step = run.cpu_seconds / report["steps"] if run else None
     return [
         Figure("day_request", scaled(request, 1e6), "us", target=Target("value", "<", 900), note=note),
         Figure("day_step", scaled(step, 1e6), "us", note="CPU time per simulated step"),
-        Figure("day_memory", memory, "GiB", target=Target("value", "<", 4), note="peak resident"),
+        Figure("day_memory", memory, "GiB", target=whole, note="peak resident"),
     ]
 
 
