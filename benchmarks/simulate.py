@@ -91,7 +91,7 @@ def run_command(model: str, gpu: str, trace: Path, *flags: str) -> Run:
 def measure_mooncake(num_requests: int | None) -> list[Figure]:
     """The command on the Mooncake trace."""
     limit = [] if num_requests is None else ["--num-requests", str(num_requests)]
-    run = run_command(*MOONCAKE, TRACE, "--max-model-len", "131072", *limit) if TRACE.is_file() else None
+    run = run_command(*MOONCAKE, TRACE, "--max-model-len", "262144", *limit) if TRACE.is_file() else None
     report = run.report if run else {}
     step = run.cpu_seconds / report["steps"] if run else None
     request = run.cpu_seconds / report["requests"] if run else None
