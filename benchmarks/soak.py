@@ -417,6 +417,7 @@ def disks() -> Iterator[tuple[Path, Path, bool]]:
 @click.option("--seed", type=int, default=1, show_default=True, help="Draws the faults and all traffic.")
 def main(quick: bool, smoke: bool, json_file: Path | None, minutes: float, seed: int) -> None:
     """Run it, print the figures; exit code 1 if anything was wrong."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and disks go in any case
     seconds = 12.0 if smoke else 40.0 if quick else 60 * minutes
     with disks() as (shared, embedded, small):
         if not small:
