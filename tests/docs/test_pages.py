@@ -28,11 +28,13 @@ def pages_with(pattern: re.Pattern[str]) -> list[Path]:
 
 
 @pytest.mark.parametrize("page", pages_with(PYTHON), ids=lambda path: path.stem)
-def test_python_runs(page: Path) -> None:
+def test_python_runs(page: Path, tmp_path: Path) -> None:
+    """In a process of its own: one page registers a kernel."""
     pytest.importorskip("torch")
     code = "\n".join(PYTHON.findall(page.read_text()))
-    namespace: dict[str, object] = {}
-    exec(compile(code, str(page), "exec"), namespace)
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("page", pages_with(CONSOLE), ids=lambda path: path.stem)
