@@ -48,7 +48,7 @@ DISK_BYTES = 20 << 20
 SHARED_BYTES = 5 << 20  # small enough that values are evicted all the time
 LMDB_BYTES = 6 << 20
 PART_AGE_S = 5.0
-GROWTH_S = 300.0  # a shorter run says nothing about growth
+GROWTH_S = 600.0  # a shorter run says nothing about growth: caches, of open segments too, still fill
 # Models whose layers are of every kind that offload meets; a process may take another one each round.
 LAYOUTS = ["gemma", "states", "latents", "sinks", "chunks"]
 
