@@ -176,7 +176,8 @@ def redis_cluster(folder: Path) -> Iterator[list[Redis]]:
         for number in range(3):
             home = folder / str(number)
             home.mkdir()
-            options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000")
+            # Longer than a test pauses a node: once the others notice, they answer CLUSTERDOWN for every slot.
+            options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "15000")
             nodes.append(stack.enter_context(redis_server(home, *options)))
         clients = [stack.enter_context(redis.Redis(port=node.port)) for node in nodes]
         for number, client in enumerate(clients):

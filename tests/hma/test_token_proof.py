@@ -169,16 +169,20 @@ class ArenaEngine(Engine):
 
 
 def attend(spec: LayerSpec, parts: Sequence[Floats], query: int) -> Floats:
-    """Softmax attention of one query vector; for MLA the latent is both key and value, and an indexer weighs in."""
+    """Softmax attention of one query vector; for MLA the latent is both key and value, and an indexer weighs in.
+
+    By einsum: BLAS multiplies what lies beside odd shapes too, and then raises flags that depend on that.
+    """
     keys, values = parts[0], parts[-1]
     rng = np.random.default_rng(query)
-    scores = keys @ rng.standard_normal(keys.shape[1], dtype=np.float32)
+    scores = np.einsum("kd,d->k", keys, rng.standard_normal(keys.shape[1], dtype=np.float32))
     if isinstance(spec, MLA | SlidingWindowMLA):
         values = keys
         if len(parts) == 2:
-            scores = scores + parts[1] @ rng.standard_normal(parts[1].shape[1], dtype=np.float32)
+            weights = rng.standard_normal(parts[1].shape[1], dtype=np.float32)
+            scores = scores + np.einsum("kd,d->k", parts[1], weights)
     weights = np.exp(scores - scores.max())
-    return np.asarray(weights @ values / weights.sum(), dtype=np.float32)
+    return np.asarray(np.einsum("k,kd->d", weights, values) / weights.sum(), dtype=np.float32)
 
 
 def full(heads: int = 1) -> FullAttention:

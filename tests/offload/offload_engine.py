@@ -345,9 +345,9 @@ def share_of(whole: PageGeometry, layout: ModelLayout) -> PageGeometry:
 def attend(found: np.ndarray[Any, Any], query: int) -> float:
     """Softmax attention of one query over bytes `[n, width]`, as one number."""
     keys = found.astype(np.float64) / 255
-    scores = keys @ np.random.default_rng(query).standard_normal(keys.shape[1])
+    scores = np.einsum("kd,d->k", keys, np.random.default_rng(query).standard_normal(keys.shape[1]))
     weights = np.exp(scores - scores.max())
-    return float((weights @ keys / weights.sum()).sum())
+    return float((np.einsum("k,kd->d", weights, keys) / weights.sum()).sum())
 
 
 def prompt(seed: int, count: int) -> list[int]:
