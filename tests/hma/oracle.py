@@ -751,7 +751,8 @@ class Engine:
         for group, fmt in self._attention():
             for (table, block), entry in request.held[group].items():
                 end = (block + 1) * fmt.block_size
-                if request.committed < end and entry not in lost:
+                # The load may also complete a base block that began with blocks of the row's own.
+                if request.registered * self.base < end and entry not in lost:
                     candidates[self.key(request, group, table, end)] = entry
         for group, entries in loading.states.items():
             # A checkpoint of several tables is kept as a whole.

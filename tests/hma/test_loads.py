@@ -226,6 +226,20 @@ def test_a_refused_load_changes_nothing_but_that_keys_are_made(monkeypatch):
     assert not engine.start_load("b", 12)
 
 
+def test_a_load_completes_a_base_block_that_the_row_began():
+    """Found by the state machine: a small block waits for the end of the base block before it is under a key."""
+    layout = layout_of("small", (1, SinkWindow(1, 1, 1, window=1, sinks=1)), (1, FullAttention(1, 1, 1)))
+    blocks = {"sink_window": 1, "full_attention": 2}
+    for fails, hit in ([False], 6), ([False, False, True], 4), ([True, False, False], 0):
+        engine = Engine(geometry_of(layout, blocks, dict.fromkeys(blocks, 1)), 6, max_requests=5, max_model_len=56)
+        engine.admit("a", [1, 0, 0, 0, 0, 1, 1, 1])
+        engine.reserve(["a"], [1])
+        engine.commit()
+        assert engine.start_load("a", 6)
+        engine.end_load("a", fails)
+        assert engine.requests["a"].committed == hit
+
+
 def test_misuse_is_named_and_changes_nothing():
     manager = manager_of(HYBRID)
     row = manager.admit("a", np.arange(320)).row
