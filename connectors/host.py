@@ -113,8 +113,12 @@ class HostConnector(BaseConnector):
 
     def touch(self, keys: Sequence[StoreKey]) -> None:
         with self._lock:
-            for key in keys:
+            for key in reversed(keys):
                 self._policy.on_hit(key)
+
+    def touch_prefix(self, keys: Sequence[StoreKey]) -> None:
+        with self._lock:
+            self._policy.on_prefix(keys)
 
     def cool(self, keys: Sequence[StoreKey]) -> None:
         with self._lock:
@@ -146,16 +150,17 @@ class HostConnector(BaseConnector):
             found = [self._values.get(key) for key in keys]
             pinned = [value for value in found if value is not None]
             self._pin(pinned)
-            for key, value in zip(keys, found, strict=True):
-                if value is not None and used:
-                    self._policy.on_hit(key)
+            for key in reversed(keys) if used else ():
+                self._policy.on_hit(key)
         try:
             return self._share(self._read, list(zip(keys, found, views, strict=True)))
         finally:
             self._unpin(pinned)
 
     def _put(self, keys: Sequence[StoreKey], views: Sequence[memoryview]) -> list[Status]:
-        return self._share(self._write, [(key, None, view) for key, view in zip(keys, views, strict=True)])
+        statuses = self._share(self._write, [(key, None, view) for key, view in zip(keys, views, strict=True)])
+        self.touch_prefix([key for key, status in zip(keys, statuses, strict=True) if status is Status.STORED])
+        return statuses
 
     def _share(self, work: Callable[[_Job], Status], jobs: list[_Job]) -> list[Status]:
         """`work` on every job, by several threads where that is worth it."""

@@ -146,6 +146,11 @@ class LMDBConnector(BaseConnector):
         finally:
             self._leave()
 
+    def touch_prefix(self, keys: Sequence[StoreKey]) -> None:
+        if self._space is not None:
+            with self._lock:
+                self._space.order(keys)
+
     def scan(self) -> Iterator[Entry]:
         entries = self._index.scan()
         while self._enter():
@@ -274,7 +279,7 @@ class LMDBConnector(BaseConnector):
         if self._space is not None and hits:
             when = now()
             with self._lock:
-                for key, place in hits:
+                for key, place in reversed(hits):
                     self._space.use(key, place, when)
 
     def _copy(self, moves: Sequence[Move]) -> None:

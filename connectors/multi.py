@@ -179,6 +179,14 @@ class MultiConnector(BaseConnector):
     def touch(self, keys: Sequence[StoreKey]) -> None:
         self._used(-1, keys)
 
+    def touch_prefix(self, keys: Sequence[StoreKey]) -> None:
+        self._quotas.order(keys)
+        for pending in self._pending:
+            if pending is not None:
+                pending.order(keys)
+        self._tiers[0].touch_prefix(keys)
+        self._writer.touch_prefix(self._tiers[1:], list(keys))
+
     def cool(self, keys: Sequence[StoreKey]) -> None:
         for tier in self._tiers:
             tier.store.cool(keys)

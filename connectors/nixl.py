@@ -121,6 +121,9 @@ class NixlConnector(BaseConnector):
     def touch(self, keys: Sequence[StoreKey]) -> None:
         self._where.touch(keys)
 
+    def touch_prefix(self, keys: Sequence[StoreKey]) -> None:
+        self._where.touch(keys)
+
     def stats(self) -> StoreStats:
         stats = super().stats()
         if (room := self._where.room()) is not None:
@@ -187,6 +190,7 @@ class NixlConnector(BaseConnector):
                 break
             for (at, _), error in zip(part, written, strict=True):
                 statuses[absent[at]] = self._outcome(error or Status.STORED)
+        self._where.touch([keys[at] for at in absent if statuses[at] is Status.STORED])
         return statuses
 
     def _place(self, lane: Lane, offset: int, key: StoreKey, view: memoryview) -> Moved:

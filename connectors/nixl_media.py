@@ -182,9 +182,8 @@ class Files:
         return self._tree.sweep(_LEFTOVER_SECONDS, _LEFTOVER_SECONDS) + self._room.trim()
 
     def touch(self, keys: Sequence[StoreKey]) -> None:
-        for key in keys if self._room.capacity is not None else ():
-            with contextlib.suppress(OSError):
-                self._tree.touch(key)
+        if self._room.capacity is not None:
+            self._tree.touch(keys)
 
     def room(self) -> Room | None:
         return self._room if self._room.capacity is not None else None

@@ -218,6 +218,7 @@ class SegmentWriter:
                 for key, place in added:
                     self._space.settle(key, place)
                     results[key] = Status.STORED
+                self._space.order([key for key, _ in added])
 
     def _add(self, entries: Sequence[tuple[StoreKey, Place]]) -> None:
         if not entries:

@@ -16,7 +16,6 @@ down to nine tenths: n engines that write at full speed exceed it by at most n s
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -101,9 +100,10 @@ class SharedStorageConnector(BaseConnector):
 
     def touch(self, keys: Sequence[StoreKey]) -> None:
         if not self._config.read_only:
-            for key in keys:
-                with contextlib.suppress(OSError):
-                    self._tree.touch(key)
+            self._tree.touch(keys)
+
+    def touch_prefix(self, keys: Sequence[StoreKey]) -> None:
+        self.touch(keys)
 
     def scan(self) -> Iterator[Entry]:
         files = self._tree.walk()
@@ -201,6 +201,7 @@ class SharedStorageConnector(BaseConnector):
                 statuses[at] = self._put_one(keys[at], views[at])
 
         self._parallel.run(put, list(first.values()), sum(map(len, views)))
+        self.touch([key for key, at in first.items() if statuses[at] is Status.STORED][::-1])
         for at, key in enumerate(keys):
             if at != first[key]:
                 there = statuses[first[key]]

@@ -13,7 +13,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -25,6 +25,7 @@ from .files import make_private, sync_directory
 _FORMAT = "kvtide-1"
 _FAN_OUT = 3
 _SPACE_HEX = 2 * SPACE_BYTES
+_TICK_NS = 1000  # between uses that are noted at once: file systems' own clocks tick in milliseconds
 
 Result = TypeVar("Result")
 
@@ -103,10 +104,20 @@ class Tree:
             return False
         return True
 
-    def touch(self, key: StoreKey) -> None:
-        """Note a use, by the server's clock."""
-        with contextlib.suppress(FileNotFoundError):
-            os.utime(self.path(key))
+    def touch(self, keys: Sequence[StoreKey]) -> None:
+        """Note a use of values, by the server's clock: of the first now, of each of the others a little earlier."""
+        now: int | None = None
+        for at, key in enumerate(keys):
+            path = self.path(key)
+            with contextlib.suppress(OSError):
+                if now is None:
+                    os.utime(path)
+                    now = os.stat(path).st_mtime_ns  # noqa: PTH116
+                    continue
+                try:
+                    os.utime(path, ns=(now - at * _TICK_NS, now - at * _TICK_NS))
+                except PermissionError:  # only who has written a file may set a time of its choice
+                    os.utime(path)
 
     def set_aside(self, key: StoreKey, fd: int) -> bool:
         """Move a damaged value to the quarantine, if it is still the file that `fd` reads."""

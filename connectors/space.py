@@ -160,6 +160,16 @@ class Space:
             self._classes[segment.slot_bytes].policy.on_hit(key)
             segment.use(place.slot, when)
 
+    def order(self, keys: Sequence[StoreKey]) -> None:
+        """Values are one prefix: of those of one size the last go first."""
+        by_size: dict[int, list[StoreKey]] = {}
+        for key in keys:
+            segment = self._resident.get(key)
+            if segment is not None:
+                by_size.setdefault(segment.slot_bytes, []).append(key)
+        for size, part in by_size.items():
+            self._classes[size].policy.on_prefix(part)
+
     def remove(self, keys: Iterable[StoreKey]) -> int:
         """Remove values, from the index first; how many were there."""
         there = {key: self._resident[key] for key in keys if key in self._resident}

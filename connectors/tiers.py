@@ -117,6 +117,11 @@ class Tier:
         if self.breaker.is_closed:
             self.store.touch(keys)
 
+    def touch_prefix(self, keys: Sequence[StoreKey]) -> None:
+        """As the store's."""
+        if self.breaker.is_closed:
+            self.store.touch_prefix(keys)
+
     def expire(self) -> int:
         """Delete what is older than the time to live; how many keys."""
         if self._ttl is None:

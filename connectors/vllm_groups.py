@@ -175,6 +175,20 @@ def find_hit(
     return hit
 
 
+def prefix_keys(
+    groups: Sequence[tuple[Group, bytes]], chains: dict[int, bytes], length: int, ends: Sequence[int]
+) -> list[StoreKey]:
+    """The keys of all that a prefix of `length` tokens stands on, by where each block ends; windows only at `ends`."""
+    found: dict[StoreKey, int] = {}
+    for group, space in groups:
+        size = group.block_size
+        starts = [(0, length)] if group.is_full else [(group.first_block(end) * size, end) for end in ends]
+        for start, end in starts:
+            for number, key in enumerate(_keys(group, space, chains, start, end), start // size + 1):
+                found[key] = number * size
+    return sorted(found, key=found.__getitem__)
+
+
 def _run(hit: Hit, lease: Callable[[list[StoreKey]], Lease], group: Group, keys: list[StoreKey], start: int) -> int:
     """Tokens up to which a full-attention group has every block from `start` on."""
     at, size = 0, _FIRST_PROBE

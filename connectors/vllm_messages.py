@@ -1,6 +1,6 @@
 """What vLLM's scheduler side and its workers tell each other, once a step. Everything here pickles.
 
-    scheduler ──► worker    look-ups, loads, saves, requests that are over
+    scheduler ──► worker    look-ups, loads, saves, requests that are over, prefixes that have served
     worker ──► scheduler    answers to look-ups, requests whose load failed, counts
 
 The store is the workers': the scheduler asks them. So a store that one process owns will do, however many processes
@@ -45,6 +45,15 @@ class Save:
     last: bool = False
 
 
+@dataclass(frozen=True)
+class Served:
+    """A request ran on the prefix of `length` tokens. `chains` as in a look-up; windows were stored at `ends`."""
+
+    length: int
+    ends: list[int]
+    chains: dict[int, bytes]
+
+
 @dataclass
 class ToWorker:
     """One step's work. `idle`: the step computes nothing, so there is time to wait a moment."""
@@ -53,6 +62,7 @@ class ToWorker:
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     over: list[str] = field(default_factory=list)
+    served: list[Served] = field(default_factory=list)
     idle: bool = False
 
 

@@ -23,7 +23,7 @@ from typing import Protocol
 from kvtide.offload.keys import CHAIN_BYTES
 
 from .vllm_groups import Group, alignment
-from .vllm_messages import Answer, Block, FromWorker, Load, LookUp, Save, ToWorker
+from .vllm_messages import Answer, Block, FromWorker, Load, LookUp, Save, Served, ToWorker
 
 _DEFAULT_WINDOWS = 4
 _NULL_BLOCK = 0  # vLLM's placeholder in tables, where a block is not needed
@@ -183,6 +183,7 @@ class SchedulerSide:
         if not self._stores or not sound or done <= 0:
             return False
         blocks = self._whole(tracked, done, block_ids, last=True)
+        self._next.served.append(Served(done, sorted(tracked.stored_windows), self._chains(request, done)))
         if not any(blocks):
             return False
         self._next.saves.append(Save(request.request_id, blocks, request.cache_salt or "", last=True))
@@ -232,10 +233,7 @@ class SchedulerSide:
         expires = self._clock() + self._timeout if expires is None else expires
         tracked.look = _Look(start, start, limit, self._tickets, expires)
         self._looks[self._tickets] = tracked.request.request_id
-        chains = {
-            size: b"".join(self._chain(tracked.request, size, at) for at in range(limit // size))
-            for size in {group.block_size for group in self.groups}
-        }
+        chains = self._chains(tracked.request, limit)
         self._next.look_ups.append(LookUp(self._tickets, tracked.request.request_id, start, limit, chains))
 
     def _scheduled(self, tracked: _Tracked, count: int, block_ids: Callable[[str], Sequence[Sequence[int]]]) -> None:
@@ -313,6 +311,13 @@ class SchedulerSide:
             for at in places
             if at < len(table) and table[at] != _NULL_BLOCK
         ]
+
+    def _chains(self, request: Request, num_tokens: int) -> dict[int, bytes]:
+        """The joined chain hashes of the whole blocks of a length, by tokens a block."""
+        return {
+            size: b"".join(self._chain(request, size, at) for at in range(num_tokens // size))
+            for size in {group.block_size for group in self.groups}
+        }
 
     def _chain(self, request: Request, block_size: int, at: int) -> bytes:
         """The chain hash of the tokens up to the end of a block."""

@@ -26,8 +26,8 @@ from kvtide.offload.requests import Operation, Requests
 from kvtide.offload.staging import Grant, Staging
 from kvtide.offload.store import Status, Store
 
-from .vllm_groups import Group, Hit, find_hit
-from .vllm_messages import Answer, Block, FromWorker, Load, LookUp, Save, ToWorker
+from .vllm_groups import Group, Hit, find_hit, prefix_keys
+from .vllm_messages import Answer, Block, FromWorker, Load, LookUp, Save, Served, ToWorker
 
 # A piece is what one thread handles in one call of the store.
 _PIECE_VALUES = 64
@@ -141,7 +141,9 @@ class WorkerSide:
         """Copy what a step has computed, and store it."""
         for save in work.saves:
             self._save(save)
-        work.saves = []
+        for served in work.served:
+            self._touch(served)
+        work.saves, work.served = [], []
 
     def poll(self, *, idle: bool) -> Results:
         """Bring everything one step further; in an idle step wait a moment for the store if something waits for it."""
@@ -306,6 +308,10 @@ class WorkerSide:
                     self._news.counts["save_dropped"] += len(piece.keys)
                     continue
                 self._saving.append(piece)
+
+    def _touch(self, served: Served) -> None:
+        groups = [(part.group, part.space) for part in self._parts]
+        self._save_requests.touch_prefix(lambda: prefix_keys(groups, served.chains, served.length, served.ends))
 
     def _poll_save(self, piece: _Piece) -> bool:
         """Whether a save is over and its staging memory free."""

@@ -95,8 +95,13 @@ class Pending:
     def used(self, keys: Sequence[StoreKey]) -> None:
         """Values were read: they are not the next to be written down."""
         with self._changed:
-            for key in keys:
+            for key in reversed(keys):
                 self._policy.on_hit(key)
+
+    def order(self, keys: Sequence[StoreKey]) -> None:
+        """Values are one prefix: the last are written down first."""
+        with self._changed:
+            self._policy.on_prefix(keys)
 
     def drop(self, keys: Sequence[StoreKey]) -> None:
         """Values are to be deleted: they are not written down, and what is being written now is deleted afterwards."""
@@ -211,7 +216,9 @@ class Writer:
     def __init__(self, tiers: Sequence[Tier], pending: Sequence[Pending]) -> None:
         self._tiers = tiers
         self._pending = pending
-        self._touches: deque[tuple[Sequence[Tier], list[StoreKey]]] = deque(maxlen=_TOUCHES)
+        self._touches: deque[tuple[Callable[[Tier, list[StoreKey]], None], Sequence[Tier], list[StoreKey]]] = deque(
+            maxlen=_TOUCHES
+        )
         self._wake = threading.Event()
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="kvtide-multi", daemon=True)
@@ -224,7 +231,11 @@ class Writer:
 
     def touch(self, tiers: Sequence[Tier], keys: list[StoreKey]) -> None:
         """Pass a use on to tiers, soon."""
-        self._touches.append((tiers, keys))
+        self._touches.append((Tier.touch, tiers, keys))
+
+    def touch_prefix(self, tiers: Sequence[Tier], keys: list[StoreKey]) -> None:
+        """Pass the order of a prefix on to tiers, soon."""
+        self._touches.append((Tier.touch_prefix, tiers, keys))
 
     def close(self) -> None:
         """Let the thread end after what it does now."""
@@ -237,9 +248,9 @@ class Writer:
             self._wake.wait(_IDLE_S)
             self._wake.clear()
             while self._touches and not self._ending:
-                tiers, keys = self._touches.popleft()
+                pass_on, tiers, keys = self._touches.popleft()
                 for tier in tiers:
-                    tier.touch(keys)
+                    pass_on(tier, keys)
             for pending in self._pending:
                 excess = pending.num_bytes
                 if excess > pending.marks.high and not self._ending:

@@ -75,7 +75,7 @@ def value_of(key: StoreKey, size: int) -> bytes:
     return np.random.default_rng([size, *key]).bytes(size)
 
 
-_CLAIMS = ("persistent", "shared", "holds", "scans", "exact_stats")
+_CLAIMS = ("persistent", "shared", "holds", "scans", "exact_stats", "knows_prefixes")
 _HOOKS = ("open_small", "stored", "overwrite")
 Test = TypeVar("Test", bound=Callable[..., None])
 
@@ -103,6 +103,8 @@ class StoreConformance:
     """`scan` finds every value."""
     exact_stats = True
     """`num_values` and `num_bytes` are those of this place, at any time."""
+    knows_prefixes = False
+    """Of a prefix the last values are evicted first (matters with `open_small`)."""
     patience_s = 5.0
     """Seconds after `close` in which files and threads may still go."""
     sizes: Sequence[int] = (1, 2, 3, 63, 4095, 4096, 4097, 65_537, (1 << 20) + 13, (3 << 20) - 1)
@@ -569,6 +571,34 @@ class StoreConformance:
             assert store.contains(held) == [HIT] * len(held)
             leases[0].close()
             assert store.put([key_of(2000)], [bytes(50_000)]) == [STORED]
+
+    @_needs("open_small", "knows_prefixes")
+    def test_of_a_prefix_the_last_values_go_first(self, place: Any) -> None:
+        with self.open_small(place, 1 << 20) as store:
+            prefix = [key_of(number) for number in range(12)]
+            for at in (0, 4, 8):
+                _put(store, prefix[at : at + 4], 50_000)
+            store.touch_prefix([*prefix, key_of(999)])
+            seen = set()
+            for number in range(100, 140):
+                _put(store, [key_of(number)], 50_000)
+                found = store.contains(prefix)
+                assert found == sorted(found, key=[HIT, MISS].index)
+                seen.add(found.count(HIT))
+            assert len(seen) > 3
+
+    @_needs("open_small", "knows_prefixes")
+    def test_of_a_batch_the_last_values_go_first(self, place: Any) -> None:
+        with self.open_small(place, 1 << 20) as store:
+            prefix = [key_of(number) for number in range(12)]
+            _put(store, prefix, 50_000)
+            first = store.contains(prefix)
+            for number in range(100, 112):
+                _put(store, [key_of(number)], 50_000)
+                found = store.contains(prefix)
+                assert found == sorted(found, key=[HIT, MISS].index)
+            assert first == [HIT] * 12
+            assert MISS in found
 
     # What ends.
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from kvtide.kvcache import ConfigError
@@ -102,6 +102,16 @@ class EvictionPolicy(ABC):
         size = self._drop(key)
         if size is not None:
             self._cool.push(key, size)
+
+    def on_prefix(self, keys: Sequence[StoreKey]) -> None:
+        """Values have just served as one prefix, whose first block is the first key: they go from its end.
+
+        No later block is of use without those before it. It counts as no further use of any of them.
+        """
+        for key in reversed(keys):
+            for queue in self._queues():
+                if key in queue:
+                    queue.to_back(key)
 
     def on_remove(self, key: StoreKey) -> None:
         """A value is gone for another reason than `victims`; nothing of it is remembered."""

@@ -143,6 +143,33 @@ class BlockPlan:
             keys += [space + chain[number] for block, number in places for space in spaces[block % shared]]
         return Question(keys, blocks, limit)
 
+    def prefix(self, row: int, ends: Sequence[int]) -> list[StoreKey]:
+        """Keys of all that a row of its committed length stands on in the store, by where each block ends.
+
+        Of windows and states those that complete a hit at one of `ends`, in tokens.
+        """
+        committed, base = int(self._manager.committed[row]), self._manager.base
+        chain = self._manager.keys(row, 0, committed // base)
+        parts = []
+        for group in self.groups:
+            if group.is_bounded or group.is_state:
+                blocks = [needed_blocks(group, end)[0] for end in ends]
+                logical = np.unique(np.concatenate([*blocks, np.empty(0, dtype=np.int64)]))
+            else:
+                logical = np.arange(committed // group.fmt.block_size)
+            parts.append(logical)
+        stops = [(part + 1) * (group.fmt.block_size or base) for group, part in zip(self.groups, parts, strict=True)]
+        numbers = [key_numbers(group, part) for group, part in zip(self.groups, parts, strict=True)]
+        which = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        order = np.argsort(np.concatenate(stops), kind="stable")
+        places = (which[order], np.concatenate(parts)[order], np.concatenate(numbers)[order])
+        spaces = [self._cuts[group.number][0].spaces for group in self.groups]
+        return [
+            space + chain[number]
+            for at, block, number in zip(*(place.tolist() for place in places), strict=True)
+            for space in spaces[at][block % len(spaces[at])]
+        ]
+
     def found(self, question: Question, statuses: Sequence[Status]) -> Found:
         """Which cut of each block the store has whole."""
         hits = np.array([status is Status.HIT for status in statuses], dtype=np.bool_)

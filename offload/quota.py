@@ -45,9 +45,16 @@ class Quotas:
     def used(self, keys: Sequence[StoreKey]) -> None:
         """Values were read."""
         with self._lock:
-            for key in keys:
+            for key in reversed(keys):
                 if key in self._owners:
                     self._accounts[self._owners[key]].on_hit(key)
+
+    def order(self, keys: Sequence[StoreKey]) -> None:
+        """Values are one prefix: of an account the last go first."""
+        with self._lock:
+            for key in reversed(keys):
+                if key in self._owners:
+                    self._accounts[self._owners[key]].on_prefix([key])
 
     def release(self, keys: Sequence[StoreKey]) -> None:
         """Values are gone, or were not stored after all."""

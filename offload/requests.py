@@ -149,6 +149,18 @@ class Requests:
         operation = self._submit("look up", len(keys), call, deadline)
         return None if operation is None else LeaseOperation(operation, holder)
 
+    def touch_prefix(self, keys: Callable[[], Sequence[StoreKey]]) -> None:
+        """`Store.touch_prefix` on a worker; left out if too many operations wait already, or the store fails.
+
+        `keys` is called there too.
+        """
+
+        def call() -> list[Status]:
+            self.store.touch_prefix(keys())
+            return []
+
+        self._submit("touch", 0, call, None)
+
     def run(
         self, num_keys: int, call: Callable[[], list[Status]], *, deadline: float | None = None
     ) -> Operation | None:
@@ -197,7 +209,9 @@ class Requests:
                 self.faults["queue full"] += 1
                 return None
             # A closed or failing store answers at once; nobody waits out a deadline for it.
-            refused = "closed" if self._closed else "" if self._breaker.allows() else "left alone"
+            # What has no statuses cannot tell whether a failing store works again.
+            allowed = self._breaker.allows() if num_keys else self._breaker.is_closed
+            refused = "closed" if self._closed else "" if allowed else "left alone"
             if not refused:
                 self._queue.append(operation)
                 self._state.notify()
@@ -238,7 +252,7 @@ class Requests:
             operation._call = list  # the closure holds the caller's buffers
             with self._state:
                 self._running.discard(operation)
-            if operation._finish(statuses):
+            if operation._finish(statuses) and statuses:
                 self._breaker.note(failed=Status.ERROR in statuses)
             operation._settled.set()
 

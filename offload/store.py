@@ -162,6 +162,13 @@ class Store(ABC):
     def touch(self, keys: Sequence[StoreKey]) -> None:  # noqa: B027  (a store without recency has nothing to do)
         """Tell the store's eviction that keys were of use although they were not read (a faster tier had them)."""
 
+    def touch_prefix(self, keys: Sequence[StoreKey]) -> None:  # noqa: B027
+        """Tell the store's eviction that keys are one prefix from its first block on, and that it was of use just now.
+
+        No block is of use without those before it, so of the prefix the last go first. It counts as no use of a key:
+        what was read, stored or touched has counted already. Keys that are not there are passed over.
+        """
+
     def peek_into(self, keys: Sequence[StoreKey], buffers: Sequence[WriteableBuffer]) -> list[Status]:
         """`get_into`, but not counted as a use: a store that can moves no recency. For copying `keys` to another store.
 

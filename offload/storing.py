@@ -85,6 +85,7 @@ class Storing:
         self._stored = np.zeros(rows, dtype=np.int64)  # tokens of the groups that keep everything
         # Lengths at which windows and states are yet to be stored, ascending.
         self._ends: list[list[int]] = [[] for _ in range(rows)]
+        self._stored_ends: list[list[int]] = [[] for _ in range(rows)]  # and those at which they have been
         self._slid = np.zeros((groups, rows), dtype=np.int64)  # blocks that had left the window at the last look
         self._due = np.full(rows, NEVER)
         # By block id, the mark of the content that was put from it or loaded into it.
@@ -102,6 +103,7 @@ class Storing:
         # What is hit was stored by whoever computed it, if whole blocks are stored at once.
         self._stored[row] = hit if self._is_written_through else 0
         self._ends[row] = []
+        self._stored_ends[row] = [hit] if hit else []
         for group in self._sliding:
             self._slid[group.number, row] = int(group.first_block(np.array(hit)))
         if not self._has_states:
@@ -150,6 +152,7 @@ class Storing:
             self._counts["put_dropped_at_end"] += 1
         self._store_ends(row, event)
         self._pump()
+        self._transfers.touch_prefix(self._plan.prefix(row, self._stored_ends[row]))
         self._due[row] = NEVER
         dropped = []
         for group in self._plan.groups:
@@ -258,6 +261,8 @@ class Storing:
                 self._counts["ends_incomplete"] += 1  # a window that lacks a block completes no hit
             elif not self._hold(row, [(group, self._not_put(row, group, run)) for group, run in runs]):
                 self._counts["ends_dropped"] += 1
+            else:
+                self._stored_ends[row] += lengths
 
     def _slide(self, row: int) -> None:
         """Store or forget what has left a window."""

@@ -177,6 +177,10 @@ class Transfers:
         self._active.append(transfer)
         return transfer, count
 
+    def touch_prefix(self, keys: Sequence[StoreKey]) -> None:
+        """`Store.touch_prefix`, soon."""
+        self._requests.touch_prefix(lambda: keys)
+
     def poll(self) -> Polled:
         """Bring everything one step further, without waiting: copies, operations, deadlines."""
         self._requests.expire()

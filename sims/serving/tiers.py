@@ -10,7 +10,7 @@ and sizes; `transfers.py` gives it time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -142,6 +142,10 @@ class VirtualTier:
                 self._policy.on_hit(key)
                 self.counts["read"] += self._values[key].num_bytes
 
+    def touch_prefix(self, keys: Sequence[StoreKey]) -> None:
+        """Keys are one prefix: the last go first."""
+        self._policy.on_prefix(keys)
+
     def put(self, key: StoreKey, held: _Held, in_use: Counter[StoreKey]) -> tuple[Status, list[tuple[StoreKey, _Held]]]:
         """Take a value; what had to go for it comes back with the status."""
         if self._sketch is not None:
@@ -212,7 +216,7 @@ class TierStack:
 
     def read(self, keys: Sequence[StoreKey]) -> None:
         """Values have been read: each counts as used where it was found, and is copied up."""
-        for key in keys:
+        for key in reversed(keys):  # as stores do: of a batch the first are used last
             number = self.where(key)
             for tier in self.tiers[:number]:  # asked on the way
                 tier.use([key])
@@ -221,7 +225,7 @@ class TierStack:
                 if number:
                     self._put(0, key, self.tiers[number]._values[key])
 
-    def write(self, values: Iterable[Value]) -> list[Status]:
+    def write(self, values: Sequence[Value]) -> list[Status]:
         """Values have come from the device: what became of each, on the tier that took it best."""
         statuses = []
         for value in values:
@@ -229,7 +233,15 @@ class TierStack:
             found = [self._put(number, value.key, held) for number in range(self.num_written_at_once)]
             good = [status for status in found if status in (Status.STORED, Status.PRESENT)]
             statuses.append(good[0] if good else found[0])
+        self.touch_prefix(
+            [value.key for value, status in zip(values, statuses, strict=True) if status is Status.STORED]
+        )
         return statuses
+
+    def touch_prefix(self, keys: Sequence[StoreKey]) -> None:
+        """Keys are one prefix from its first block on."""
+        for tier in self.tiers:
+            tier.touch_prefix(keys)
 
     def _put(self, number: int, key: StoreKey, held: _Held) -> Status:
         status, gone = self.tiers[number].put(key, held, self.in_use)

@@ -109,6 +109,10 @@ class VirtualTransfers:
         """Ask which keys are there and hold them."""
         return VirtualLookUp(self.stack, keys)
 
+    def touch_prefix(self, keys: Sequence[StoreKey]) -> None:
+        """Keys are one prefix from its first block on."""
+        self.stack.touch_prefix(keys)
+
     def put(self, values: Iterable[Value], *, owner: str = "") -> VirtualTransfer | None:
         """Store values; None when staging has no room for them."""
         batch = list(values)

@@ -14,6 +14,7 @@ from kvtide.offload.store import Store
 
 class TestHostConformance(StoreConformance):
     codec = "raw"
+    knows_prefixes = True
 
     def open_store(self, place: Path) -> Store:
         return HostConnector(HostConfig(max_bytes="32MiB", codec=self.codec))

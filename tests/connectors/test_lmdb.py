@@ -27,6 +27,7 @@ SIZE = 6000
 
 class TestLMDBConnector(StoreConformance):
     persistent = True
+    knows_prefixes = True
 
     def open_store(self, place: Any) -> Store:
         return LMDBConnector(LMDBConfig(path=str(place), max_bytes="1GiB"))

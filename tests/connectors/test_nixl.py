@@ -74,6 +74,7 @@ class TestBoundedFiles(StoreConformance):
     persistent = True
     shared = True
     holds = False
+    knows_prefixes = True
     exact_stats = False  # two writers of one key count it twice, until the next count
 
     def open_store(self, place: Path) -> Store:

@@ -21,6 +21,7 @@ from kvtide.offload.store import Status, Store  # noqa: E402
 class TestSharedStorageConnector(StoreConformance):
     persistent = True
     shared = True
+    knows_prefixes = True
 
     def open_store(self, place: Any) -> Store:
         return SharedStorageConnector(SharedStorageConfig(shared_storage_path=str(place)))

@@ -82,7 +82,9 @@ class PlainStore(Store):
         unseal(header, memoryview(value)[HEADER_BYTES:], view)
 
     def put(self, keys: Sequence[StoreKey], buffers: Sequence[Any]) -> list[Status]:
-        return self.answer("put", keys, self.put_one, [memoryview(buffer).cast("B") for buffer in buffers])
+        statuses = self.answer("put", keys, self.put_one, [memoryview(buffer).cast("B") for buffer in buffers])
+        self.touch_prefix(keys)
+        return statuses
 
     def put_one(self, key: StoreKey, view: memoryview) -> Status:
         if view.nbytes > self.max_value_bytes:
@@ -100,6 +102,10 @@ class PlainStore(Store):
         self.values[key] = value
         self.policy.on_insert(key, len(value))
         return Status.STORED
+
+    def touch_prefix(self, keys: Sequence[StoreKey]) -> None:
+        with self.lock:
+            self.policy.on_prefix(keys)
 
     def delete(self, keys: Sequence[StoreKey]) -> list[Status]:
         return self.answer("delete", keys, lambda key: Status.DELETED if self.remove(key) else Status.MISS)
@@ -146,6 +152,7 @@ class PlainStore(Store):
 
 class PlainConformance(StoreConformance):
     persistent = True
+    knows_prefixes = True
     kind: type[PlainStore] = PlainStore
 
     @pytest.fixture
@@ -286,6 +293,11 @@ class NeverLetsGo(PlainStore):
         return Lease(super().lease(keys).statuses)
 
 
+class EvictsBeginnings(PlainStore):
+    def touch_prefix(self, keys: Sequence[StoreKey]) -> None:
+        pass
+
+
 class ForgetsItsBound(PlainStore):
     def put_one(self, key: StoreKey, view: memoryview) -> Status:
         capacity, self.capacity = self.capacity, None
@@ -338,6 +350,7 @@ BROKEN = {
     ShowsTooEarly: "test_threads_on_the_same_keys_never_read_a_wrong_value",
     HoldsNothing: "test_a_lease_holds_values_until_it_is_closed",
     NeverLetsGo: "test_a_store_whose_values_are_all_held_is_full_and_recovers",
+    EvictsBeginnings: "test_of_a_prefix_the_last_values_go_first",
     ForgetsItsBound: "test_a_full_store_evicts_and_stays_within_its_bound",
     ForgetsOnClosing: "test_values_survive_a_new_opening",
     WorksAfterClosing: "test_a_closed_store_answers_error",
@@ -392,7 +405,7 @@ def kept_by(suite: type[StoreConformance]) -> set[str]:
 def test_what_is_not_claimed_is_not_tested() -> None:
     bare, fuller, plain = map(kept_by, (BareConformance, FullerConformance, PlainConformance))
     assert plain == kept_by(StoreConformance) - {"test_another_store_on_the_same_place"}
-    assert len(plain - bare) == 12
+    assert len(plain - bare) == 14
     assert fuller - bare == {
         "test_values_survive_a_new_opening",
         "test_a_full_store_evicts_and_stays_within_its_bound",
@@ -405,7 +418,8 @@ def test_what_is_not_claimed_is_not_tested() -> None:
 def test_claims_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     FullerConformance().test_claims()
     said = capsys.readouterr().out
-    assert "claimed: persistent, open_small; not claimed: exact_stats, holds, overwrite, scans, shared, stored" in said
+    assert "claimed: persistent, open_small; not claimed: exact_stats, holds, knows_prefixes, " in said
+    assert "overwrite, scans, shared, stored" in said
     assert "for want of holds: test_a_lease_holds_values_until_it_is_closed" in said
     assert "for want of stored and overwrite: test_forged_headers_are_refused" in said
     assert "left out by the class: test_values_come_back_at_every_length" in said

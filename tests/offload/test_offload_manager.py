@@ -10,6 +10,7 @@ from offload_engine import Engine, prompt
 from offload_layouts import LAYOUTS
 
 from kvtide.connectors.config import make_store
+from kvtide.connectors.host import HostConfig, HostConnector
 from kvtide.hma import Item
 from kvtide.kvcache import MLA, Component, ConfigError, FullAttention, RecurrentState, SlidingWindow
 from kvtide.kvcache.specs import Kind
@@ -347,6 +348,36 @@ def test_what_a_store_did_not_take_is_put_again(monkeypatch):
     second = Engine(LAYOUTS["gemma"], store)
     assert second.settle(second.admit("b", prompt(1, 200))) == 192
     second.close()
+    store.close()
+
+
+@pytest.mark.parametrize("eviction", ["lru", "s3fifo", "arc"])
+def test_a_full_store_keeps_the_beginnings_of_prompts(eviction):
+    """The prompt that lost half of itself to the others lost its end, so that the rest is still of use."""
+
+    def run_four(store):
+        for seed in range(4):
+            engine = Engine(LAYOUTS["full"], store)
+            row = engine.admit(f"{seed}", prompt(seed, 200))
+            engine.settle(row)
+            engine.run(row, 200)
+            engine.flush()
+            engine.offload.release(row)
+            engine.flush()
+            engine.close()
+
+    large = host(64 << 20)
+    run_four(large)
+    store = HostConnector(HostConfig(max_bytes=large.stats().num_bytes * 7 // 8, eviction=eviction))
+    run_four(store)
+    served = []
+    for seed in range(4):
+        engine = Engine(LAYOUTS["full"], store, stores=False)
+        served.append(engine.settle(engine.admit(f"{seed}", prompt(seed, 200))))
+        engine.close()
+    assert sorted(served)[1:] == [192] * 3
+    assert 64 <= min(served) <= 128
+    large.close()
     store.close()
 
 

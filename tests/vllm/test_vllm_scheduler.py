@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvtide.connectors.vllm_groups import Group
+from kvtide.connectors.vllm_groups import Group, prefix_keys
 from kvtide.connectors.vllm_messages import Answer, FromWorker, ToWorker
 from kvtide.connectors.vllm_scheduler import SchedulerSide
 
@@ -149,6 +149,30 @@ def test_windows_are_stored_at_the_ends_and_where_a_prefix_was_shared() -> None:
     request.num_computed_tokens = 48
     assert side.finished(request, table, sound=True)
     assert saved(side.step({}, tables))[1] == [111, 112]
+
+
+def test_what_a_request_ran_on_is_told_when_it_is_over() -> None:
+    side, request = make([FULL, WINDOW]), FakeRequest("a", 41)
+    side.allocated(request, tables(11, 2), 0)
+    side.step({"a": 41}, lambda _: tables(11, 2))
+    request.num_computed_tokens = 41
+    assert not side.finished(request, tables(11, 2), sound=True)
+    (served,) = side.step({}, tables).served
+    assert (served.length, served.ends) == (40, [40])
+    keys = prefix_keys([(FULL, b"f" * 16), (WINDOW, b"w" * 16)], served.chains, served.length, served.ends)
+    joined = served.chains[4]
+    chains = [joined[16 * at : 16 * at + 16] for at in range(10)]
+    full, window = [b"f" * 16 + chain for chain in chains], [b"w" * 16 + chain for chain in chains]
+    assert keys == [*full[:9], window[8], full[9], window[9]]
+
+
+def test_a_request_that_failed_has_served_nothing() -> None:
+    side, request = make([FULL]), FakeRequest("a", 41)
+    side.allocated(request, tables(11), 0)
+    side.step({"a": 41}, lambda _: tables(11))
+    request.num_computed_tokens = 41
+    side.finished(request, tables(11), sound=False)
+    assert side.step({}, tables).served == []
 
 
 def test_windows_of_which_a_part_has_gone_are_not_stored() -> None:

@@ -14,12 +14,13 @@ torch = pytest.importorskip("torch")
 
 from kvtide.connectors.host import HostConfig, HostConnector  # noqa: E402
 from kvtide.connectors.lmdb import LMDBConfig, LMDBConnector  # noqa: E402
+from kvtide.connectors.slab import UNIT  # noqa: E402
 from kvtide.connectors.vllm_groups import Group  # noqa: E402
-from kvtide.connectors.vllm_messages import Load, LookUp, Save, ToWorker  # noqa: E402
+from kvtide.connectors.vllm_messages import Load, LookUp, Save, Served, ToWorker  # noqa: E402
 from kvtide.connectors.vllm_pages import Pages  # noqa: E402
 from kvtide.connectors.vllm_worker import Part, Results, WorkerSide  # noqa: E402
 from kvtide.kvcache import ConfigError  # noqa: E402
-from kvtide.offload.keys import StoreKey  # noqa: E402
+from kvtide.offload.keys import StoreKey, store_key  # noqa: E402
 from kvtide.offload.store import Status, Store  # noqa: E402
 
 BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 10, 2, 4, 6, 3
@@ -136,6 +137,24 @@ def test_round_trip(tmp_path: Path) -> None:
         assert not layer[:4].any()
     assert side.news().counts["load_hit"] == 6
     side.close()
+
+
+def test_of_a_prefix_that_has_served_the_store_keeps_the_beginning() -> None:
+    with HostConnector(HostConfig(max_bytes=10 * UNIT, eviction="lru")) as store:
+        side = worker(store, caches("LBHNC"))
+        for at in range(6):
+            side.save(ToWorker(saves=[Save("a", [[(chain(at), at + 1)]])]))
+            until(side, lambda _: not side._saving)
+        side.save(ToWorker(served=[Served(24, [], {TOKENS: b"".join(chain(at) for at in range(6))})]))
+        until(side, lambda _: not side._save_requests.num_queued and not side._save_requests.num_running)
+        keys = [store_key(b"s" * 16, chain(at)) for at in range(6)]
+        for at in range(20, 40):
+            side.save(ToWorker(saves=[Save("b", [[(chain(at), 9)]])]))
+            until(side, lambda _: not side._saving)
+            found = store.contains(keys)
+            assert found == sorted(found, key=[Status.HIT, Status.MISS].index)
+        assert Status.MISS in found
+        side.close()
 
 
 def test_what_is_missing_fails_its_blocks_only(host: HostConnector) -> None:
