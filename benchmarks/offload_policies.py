@@ -7,8 +7,9 @@ default `shared` beside the repository; without them every figure is null. Nothi
 prompt tokens that were hit, and bytes.
 
     evict/TRACE/SIZE/POLICY    the tier alone, through `offload.eviction` (and TinyLFU where the name says so): every
-                               prompt is looked up block by block as far as it is there, and what is missing is put,
-                               from the first block on or (`tail_first`) from the last, so that the first go last.
+                               prompt is looked up block by block as far as it is there, and what is missing is put.
+                               With `prefix` the tier is then told that the prompt's blocks are one prefix, as
+                               `OffloadManager` does, so that the first go last; without it nobody tells.
                                SIZE is the tier's, as a share of all different blocks of the trace; `peer` is LRU, so a
                                ratio below 1 means more hits than LRU
     window/TRACE/MODEL/WHERE   the whole manager, `OffloadManager` and a tier in virtual time, one request after the
@@ -74,10 +75,10 @@ def load(name: str, num_requests: int | None) -> list[Request]:
 # -- eviction ---------------------------------------------------------------------------------------------------------
 
 
-def hit_share(requests: Sequence[Request], capacity: int, eviction: str, min_uses: int, tail_first: bool) -> float:
+def hit_share(requests: Sequence[Request], capacity: int, eviction: str, min_uses: int, as_prefix: bool) -> float:
     """Share of the prompts' tokens that one tier serves: as far as all blocks from the first are there.
 
-    With `tail_first` a prompt's blocks are touched and put from the last to the first.
+    `as_prefix`: the tier is told which blocks are one prefix.
     """
     spec = TierSpec("tier", capacity, 1.0, 0.0, eviction, min_uses)
     stack = TierStack([spec], [capacity], {0: "full_attention"}, "write_through")
@@ -87,25 +88,28 @@ def hit_share(requests: Sequence[Request], capacity: int, eviction: str, min_use
             Value(identity.to_bytes(32, "little"), ((0, BLOCK_BYTES),), (0,)) for identity in request.hash_ids or ()
         ]
         here = next((n for n, value in enumerate(values) if stack.where(value.key) is None), len(values))
-        step = -1 if tail_first else 1
-        stack.read([value.key for value in values[:here]][::step])
-        stack.write(values[here:][::step])
+        for value in values[:here]:  # one by one: of a batch the first would go last already
+            stack.read([value.key])
+        for value in values[here:]:
+            stack.write([value])
+        if as_prefix:
+            stack.touch_prefix([value.key for value in values])
         hit += min(here * request.hash_block, request.input_tokens - 1)
         tokens += request.input_tokens
     return hit / tokens
 
 
 def measure_eviction(name: str, requests: Sequence[Request], shares: Sequence[float]) -> list[Figure]:
-    """Every policy at every size, with and without admission, in both orders."""
+    """Every policy at every size, with and without admission, and with and without prefixes."""
     blocks = len({identity for request in requests for identity in request.hash_ids or ()})
     figures = []
     for share in shares:
         capacity = max(int(share * blocks), 1) * (BLOCK_BYTES + HEADER_BYTES)
         lru: float | None = None
-        for eviction, min_uses, tail_first in product(POLICIES, (1, 2), (False, True)):
-            value = hit_share(requests, capacity, eviction, min_uses, tail_first) if requests else None
+        for eviction, min_uses, as_prefix in product(POLICIES, (1, 2), (False, True)):
+            value = hit_share(requests, capacity, eviction, min_uses, as_prefix) if requests else None
             lru = value if lru is None else lru
-            label = eviction + ("+tinylfu" if min_uses > 1 else "") + ("+tail_first" if tail_first else "")
+            label = eviction + ("+tinylfu" if min_uses > 1 else "") + ("+prefix" if as_prefix else "")
             note = f"{max(int(share * blocks), 1):,} of {blocks:,} blocks"
             figures.append(Figure(f"evict/{name}/{share:g}/{label}", value, "fraction", lru, note=note))
     return figures

@@ -67,7 +67,7 @@ class LMDBConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     min_free_bytes: Annotated[
         int | str | None, Meta(description="No segment is added that would leave less than this free on the disk.")
     ] = None
-    eviction: Annotated[str, Meta(description="What goes first when the store is full: lru, s3fifo or arc.")] = "lru"
+    eviction: Annotated[str, Meta(description="What goes first when the store is full: lru, s3fifo or arc.")] = "s3fifo"
     durability: Annotated[
         Literal["none", "interval", "strict"],
         Meta(

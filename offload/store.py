@@ -11,6 +11,7 @@ A store holds immutable values under `StoreKey`s. Its promises, which the confor
 - looking (`headers`, `scan`, `stats`) changes nothing and moves no recency;
 - one key's fault never fails another key of the batch, and no fault raises: it becomes a status and a count;
 - a failed put never counts as stored; putting a key that is there keeps the old value and says PRESENT;
+- of the keys of one call the last are evicted first, as if they were blocks of one prefix, by stores that evict by use;
 - all methods block, and may be called from several threads at once. Deadlines, cancellation and progress are the
   business of `requests.Requests`, which runs any store on worker threads.
 """

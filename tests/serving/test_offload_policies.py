@@ -35,5 +35,5 @@ def test_conversations_are_hit_where_prompts_end(tmp_path: Path, shared: Path) -
     ends, none = (figures[f"window/weka/gemma-3-12b/{where}"] for where in ("prompt_ends", "none"))
     assert (none["value"] or 0) < (ends["value"] or 0) <= (ends["peer"] or 0)
     assert (ends["ratio"] or 9) < 1.05
-    tail, head = (figures[f"evict/weka/0.2/lru{order}"]["value"] or 0 for order in ("+tail_first", ""))
+    tail, head = (figures[f"evict/weka/0.2/lru{order}"]["value"] or 0 for order in ("+prefix", ""))
     assert tail > head
