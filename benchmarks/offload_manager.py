@@ -11,6 +11,7 @@ ratio says how many times less a step costs with offload than without.
     prompt     admit and prefill a prompt of 32,768 tokens in chunks of 8,192; nothing of it is in the store
     load       admit it when the store has all of it and the device nothing, until it is ready (no peer: computing it
                takes seconds)
+    release    release it; with offload, the store is told what was one prefix
 """
 
 from __future__ import annotations
@@ -135,6 +136,7 @@ def prompt_figures(num_tokens: int, repetitions: int) -> list[Figure]:
     rng = np.random.default_rng(8)
     engines = {offloads: Engine(offloads, 1) for offloads in (True, False)}
     loads: list[float] = []
+    releases: dict[bool, list[float]] = {True: [], False: []}
 
     def cold(offloads: bool) -> float:
         engine = engines[offloads]
@@ -143,10 +145,12 @@ def prompt_figures(num_tokens: int, repetitions: int) -> list[Figure]:
         row = engine.admit("r", prompt)
         engine.prefill(row, num_tokens)
         took = time.perf_counter() - began
+        engine.settle()
+        began = time.perf_counter()
+        (engine.offload or engine.manager).release(row)
+        releases[offloads].append(time.perf_counter() - began)
         if engine.offload is None:
-            engine.manager.release(row)
             return took
-        engine.offload.release(row)
         engine.settle()
         engine.manager.reset_cache()
         began = time.perf_counter()
@@ -163,6 +167,13 @@ def prompt_figures(num_tokens: int, repetitions: int) -> list[Figure]:
     return [
         Figure("prompt", scaled(value, 1e3), "ms", scaled(peer, 1e3), note=f"{num_tokens} tokens, computed"),
         Figure("load", scaled(float(np.median(loads)), 1e3), "ms", note=f"{num_tokens} tokens, from the host store"),
+        Figure(
+            "release",
+            scaled(float(np.median(releases[True])), 1e3),
+            "ms",
+            scaled(float(np.median(releases[False])), 1e3),
+            note=f"{num_tokens} tokens",
+        ),
     ]
 
 
