@@ -119,8 +119,8 @@ def s3_store(folder: Path) -> Iterator[Opened]:
 @contextmanager
 def mooncake_store(folder: Path) -> Iterator[Opened]:
     """Mooncake over TCP, values in this process's own segment; beside the library on registered memory."""
-    from kvtide.connectors.lanes import Memory
     from kvtide.connectors.mooncake import MooncakeConfig, MooncakeConnector
+    from kvtide.connectors.transport.lanes import Memory
 
     with services.mooncake_master(folder, "-default_kv_lease_ttl=100") as server:
         config = MooncakeConfig(

@@ -18,10 +18,10 @@ import lmdb
 import xxhash
 from report import Figure, Target, alternate, scaled
 
-from kvtide.connectors import recovery
-from kvtide.connectors.index import Index, Place
 from kvtide.connectors.lmdb import LMDBConfig, LMDBConnector
-from kvtide.connectors.segments import Segment, slot_bytes
+from kvtide.connectors.segment_store import recovery
+from kvtide.connectors.segment_store.index import Index, Place
+from kvtide.connectors.segment_store.segments import Segment, slot_bytes
 from kvtide.connectors.shared_storage import SharedStorageConfig, SharedStorageConnector
 from kvtide.offload.sealing import seal
 from kvtide.offload.store import Status, Store
@@ -34,8 +34,8 @@ _SLOTS = 1 << 15
 
 _READER = """
 import sys, time
-from kvtide.connectors import recovery
-from kvtide.connectors.index import Index, Place
+from kvtide.connectors.segment_store import recovery
+from kvtide.connectors.segment_store.index import Index, Place
 from kvtide.connectors.lmdb import LMDBConfig, LMDBConnector
 keys = [bytes.fromhex(line) for line in sys.stdin.read().split()]
 with LMDBConnector(LMDBConfig(path=sys.argv[1], read_only=True)) as store:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from kvtide.connectors.config import TransferConfig, checked, load_config, store_settings
-from kvtide.connectors.tiers import TierConfig
+from kvtide.connectors.stack.tiers import TierConfig
 from kvtide.kvcache import ConfigError
 from kvtide.kvcache.sizes import parse_bytes
 from kvtide.sims.serving.gpus import GpuSpec

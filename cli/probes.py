@@ -278,7 +278,7 @@ def _round_trip(name: str, settings: dict[str, Any]) -> Answer:
 
 def _plugin(name: str, parameters: dict[str, str], package: str = "nixl") -> Answer:
     """Create a plug-in of NIXL: it lists those whose libraries are missing, too."""
-    from kvtide.connectors.nixl_agent import Agent
+    from kvtide.connectors.transport.nixl_agent import Agent
 
     try:
         Agent(name, parameters, "DRAM", package).close()

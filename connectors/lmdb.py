@@ -38,17 +38,17 @@ from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Entry, Lease, Status, StoreStats
 from kvtide.offload.values import HEADER_BYTES, BadValue, Header
 
-from . import recovery
 from .base import BaseConnector
-from .files import PAGE, fault_kind
-from .index import Index, Place
-from .parallel import Parallel
-from .segment_reader import SegmentReader
-from .segment_writer import SegmentWriter
-from .segments import Segments, now
+from .disk.files import PAGE, fault_kind
+from .disk.parallel import Parallel
+from .disk.value_io import write_value
+from .segment_store import recovery
+from .segment_store.index import Index, Place
+from .segment_store.reader import SegmentReader
+from .segment_store.segments import Segments, now
+from .segment_store.space import Limits, Move, Space
+from .segment_store.writer import SegmentWriter
 from .settings import CodecName, StoreConfig
-from .space import Limits, Move, Space
-from .value_io import write_value
 
 _SEGMENTS = 64
 _MAX_SEGMENT_BYTES = 256 << 20

@@ -3,9 +3,9 @@
 Every client brings a segment of its memory (`global_segment_size`, which may be 0) and the master places and evicts
 values over all of them. A value is one object, header and payload together, under `prefix` + the key in hex. It passes
 through a lane's registered memory: one copy, which buys RDMA without registering the caller's memory, and a time limit
-on a library that has none (see `lanes`). The master's lease is a time, not a hold: a read that outlives it is tried
-once more and then a MISS, never a wrong value, because the checksum is checked whatever the library says. `num_values`,
-`num_bytes` and `capacity_bytes` of the stats are the master's, all its users together.
+on a library that has none (`transport.lanes`). The master's lease is a time, not a hold: a read that outlives it is
+tried once more and then a MISS, never a wrong value, because the checksum is checked whatever the library says.
+`num_values`, `num_bytes` and `capacity_bytes` of the stats are the master's, all its users together.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from kvtide.offload.store import Entry, Status, StoreStats
 from kvtide.offload.values import HEADER_BYTES, Header
 
 from .base import BaseConnector, key_of, present
-from .lanes import Lane, Lanes, aligned, parts
 from .settings import CodecName, StoreConfig
+from .transport.lanes import Lane, Lanes, aligned, parts
 
 # The library's codes.
 _NO_SPACE, _INVALID, _NOT_READY, _NOT_FOUND, _EXISTS, _LEASE_EXPIRED = -200, -600, -703, -704, -705, -707

@@ -9,8 +9,8 @@
           Until then a value is as durable as the nearest tier. `flush` and `close` wait until all is written down.
 
 A tier that takes nothing more is given room once (what it holds for the tiers below is written down), and then the next
-tier is asked; one that fails is left alone for a while (`tiers`), and the others go on. No lock is held during a tier's
-I/O. `quota_bytes` bounds what each owner keeps (`put_for`), by giving up the owner's own oldest values.
+tier is asked; one that fails is left alone for a while (`stack.tiers`), and the others go on. No lock is held during a
+tier's I/O. `quota_bytes` bounds what each owner keeps (`put_for`), by giving up the owner's own oldest values.
 
 The stats are the sums over the tiers; only `outcomes` are this store's own, and its own faults are added.
 """
@@ -37,8 +37,8 @@ from kvtide.offload.values import HEADER_BYTES, Header
 from .base import BaseConnector
 from .config import store_settings
 from .settings import StoreConfig, size_of
-from .tiers import Tier, TierConfig
-from .writeback import THERE, Marks, Pending, Writer, delete_from, put_with_room
+from .stack.tiers import Tier, TierConfig
+from .stack.writeback import THERE, Marks, Pending, Writer, delete_from, put_with_room
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

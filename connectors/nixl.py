@@ -3,8 +3,8 @@
 What NIXL lacks is done here: names, lengths, publishing, listing, deleting, time limits. A file is written under a name
 of its own and renamed when all of it is there; an object is there whole or not at all, and S3 is asked for its length
 before a read, because NIXL calls a read beyond an object's end done. A value passes through a lane's registered memory
-(see `lanes`), one agent and thread per lane: one copy, and a hung transfer never writes to the caller's buffer late.
-Against a cached file plain reads are as fast; NIXL pays with `direct` and small values, with GDS, and for objects.
+(`transport.lanes`), one agent and thread per lane: one copy, and a hung transfer never writes to the caller's buffer
+late. Against a cached file plain reads are as fast; NIXL pays with `direct` and small values, with GDS, for objects.
 Files beyond `max_bytes` are evicted, the longest unused first; without it they fill the file system (then FULL).
 Objects are the bucket's business. `num_values` and `num_bytes` of the stats are what the last whole `scan` found, or
 what the last count for `max_bytes` did.
@@ -25,12 +25,12 @@ from kvtide.offload.store import Entry, Status, StoreStats
 from kvtide.offload.values import HEADER_BYTES, BadValue, Header
 
 from .base import BaseConnector, present
-from .files import NO_ROOM
-from .lanes import Lane, Lanes, aligned, parts
-from .nixl_agent import Agent
-from .nixl_media import Files, Medium, Moved, Objects
+from .disk.files import NO_ROOM
 from .s3 import HttpUrl, S3Config
 from .settings import CodecName, StoreConfig
+from .transport.lanes import Lane, Lanes, aligned, parts
+from .transport.nixl_agent import Agent
+from .transport.nixl_media import Files, Medium, Moved, Objects
 
 
 class NixlConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

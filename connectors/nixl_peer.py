@@ -27,11 +27,11 @@ from kvtide.offload.store import Entry, Status, StoreStats
 from kvtide.offload.values import HEADER_BYTES, BadValue, Header, parse_header
 
 from .base import BaseConnector
-from .lanes import Lane, Lanes, aligned, parts
-from .nixl_agent import Agent, Piece
-from .peer_messages import Answer, Contains, Fetch, Heads, Hello, Request, Scan, Stats, receive_answer, send
-from .peer_secret import is_proof, make_nonce, make_proof
 from .settings import StoreConfig, secret
+from .transport.lanes import Lane, Lanes, aligned, parts
+from .transport.nixl_agent import Agent, Piece
+from .transport.peer_messages import Answer, Contains, Fetch, Heads, Hello, Request, Scan, Stats, receive_answer, send
+from .transport.peer_secret import is_proof, make_nonce, make_proof
 
 PAGE_OF_ENTRIES = 10_000
 

@@ -28,10 +28,21 @@ from kvtide.kvcache.sizes import parse_bytes
 from kvtide.offload.store import Status, Store
 from kvtide.offload.values import HEADER_BYTES, Header, make_header
 
-from .lanes import Memory, aligned
-from .nixl_agent import Agent
-from .peer_messages import Answer, AnyRequest, Contains, Fetch, Heads, Hello, Scan, Stats, receive_request, send
-from .peer_secret import is_proof, make_nonce, make_proof
+from .transport.lanes import Memory, aligned
+from .transport.nixl_agent import Agent
+from .transport.peer_messages import (
+    Answer,
+    AnyRequest,
+    Contains,
+    Fetch,
+    Heads,
+    Hello,
+    Scan,
+    Stats,
+    receive_request,
+    send,
+)
+from .transport.peer_secret import is_proof, make_nonce, make_proof
 
 LEAST_SECRET = 16
 _GREETING_S = 10.0  # that a connection may take to become a reader

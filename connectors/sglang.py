@@ -7,7 +7,7 @@
 
 SGLang makes one in each scheduler process and calls it from its storage threads, which wait for every call. This file
 is the seam: it translates the calls, and says what names the weights. Written for SGLang 0.5.23; this module alone in
-kvtide imports SGLang. Settings: `sglang_settings`; pages and keys: `sglang_pages`; deadlines: `sglang_io`.
+kvtide imports SGLang. Settings, pages and keys, deadlines: `sglang_bridge`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from kvtide.offload.store import Status
 
 from .config import open_store
 from .per_rank import is_shared
-from .sglang_io import PageTransfers
-from .sglang_pages import PoolPages, Run, Shard, leading, whole_pages
-from .sglang_settings import read_settings, store_config
+from .sglang_bridge.page_io import PageTransfers
+from .sglang_bridge.pages import PoolPages, Run, Shard, leading, whole_pages
+from .sglang_bridge.settings import read_settings, store_config
 from .weight_files import sample_files
 
 logger = logging.getLogger(__name__)

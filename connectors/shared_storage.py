@@ -4,7 +4,7 @@ Any number of engines on any number of machines read and write it at once. It re
 atomic within a directory, and a file that was closed is there for whoever opens it afterwards. It takes no locks,
 creates files under names of its own, and believes no order of times: they only choose what goes first when room is
 needed. Where two write one key, both write the same value and the later rename stays. A value that goes while it is
-read is a miss. Damaged ones are moved aside, and removed a day later. `shared_tree` shows the files.
+read is a miss. Damaged ones are moved aside, and removed a day later. `shared_files.tree` shows the files.
 
 What was acknowledged survives the death of any engine at every durability, and with `strict`, for an fsync of the file
 and one of its directory, also a loss of power (as far as the file server keeps its own promise).
@@ -32,13 +32,13 @@ from kvtide.offload.store import Entry, Lease, Status, StoreStats
 from kvtide.offload.values import HEADER_BYTES, BadValue, Header, parse_header
 
 from .base import BaseConnector
-from .files import NO_ROOM, fault_kind, read_all, write_all
-from .leases import Holds
-from .parallel import Parallel
+from .disk.files import NO_ROOM, fault_kind, read_all, write_all
+from .disk.leases import Holds
+from .disk.parallel import Parallel
+from .disk.value_io import read_value, write_raw
 from .settings import CodecName, StoreConfig
-from .shared_room import Room, Totals
-from .shared_tree import Tree
-from .value_io import read_value, write_raw
+from .shared_files.room import Room, Totals
+from .shared_files.tree import Tree
 
 _TOUCH_S = 3600.0
 _QUARANTINE_S = 86_400.0

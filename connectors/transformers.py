@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 from kvtide.kvcache import ConfigError, MissingExtra
 
 if TYPE_CHECKING:
-    from .transformers_cache import CacheStats, KvtideCache
-    from .transformers_model import PagedModel, model_layout, weights_digest
+    from .transformers_bridge.cache import CacheStats, KvtideCache
+    from .transformers_bridge.model import PagedModel, model_layout, weights_digest
 
 _HOMES = {
-    "CacheStats": "transformers_cache",
-    "KvtideCache": "transformers_cache",
-    "PagedModel": "transformers_model",
-    "model_layout": "transformers_model",
-    "weights_digest": "transformers_model",
+    "CacheStats": "transformers_bridge.cache",
+    "KvtideCache": "transformers_bridge.cache",
+    "PagedModel": "transformers_bridge.model",
+    "model_layout": "transformers_bridge.model",
+    "weights_digest": "transformers_bridge.model",
 }
 
 __all__ = ["CacheStats", "KvtideCache", "PagedModel", "model_layout", "weights_digest"]

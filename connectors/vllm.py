@@ -5,9 +5,9 @@
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {
             "store": {"kv_connector": "LMDBConnector", "kv_connector_extra_config": {"path": "/var/kv"}}}}'
 
-vLLM makes one for its scheduler (`vllm_scheduler`) and one in each worker (`vllm_worker`, which owns the store). This
+vLLM makes one for its scheduler and one in each worker, which owns the store: `vllm_bridge` has the two halves. This
 file is the seam: it translates vLLM's calls, and says what a value is (`ValueSpace`). Written for vLLM 0.32 and 0.33;
-this module and `vllm_metrics`, alone in kvtide, import vLLM. Settings: `vllm_settings`.
+this module and `vllm_bridge.metrics`, alone in kvtide, import vLLM.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from kvtide.offload.keys import HeadPart, ValueSpace
 
 from .config import open_store
 from .per_rank import is_private
-from .vllm_groups import Group, layer_spec, read_groups
-from .vllm_messages import FromWorker, ToWorker
-from .vllm_metrics import KvtideMetrics, KvtideStats
-from .vllm_pages import Pages
-from .vllm_scheduler import SchedulerSide
-from .vllm_settings import VllmSettings, read_settings, store_config
-from .vllm_weights import weights_name
-from .vllm_worker import Part, Results, WorkerSide
+from .vllm_bridge.groups import Group, layer_spec, read_groups
+from .vllm_bridge.messages import FromWorker, ToWorker
+from .vllm_bridge.metrics import KvtideMetrics, KvtideStats
+from .vllm_bridge.pages import Pages
+from .vllm_bridge.scheduler import SchedulerSide
+from .vllm_bridge.settings import VllmSettings, read_settings, store_config
+from .vllm_bridge.weights import weights_name
+from .vllm_bridge.worker import Part, Results, WorkerSide
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -163,10 +163,10 @@ store.close() if not {save} else os.kill(os.getpid(), 9)
 
 
 def test_the_map_grows_under_writers_and_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.connectors.index._START_BYTES", 1 << 16)
+    monkeypatch.setattr("kvtide.connectors.segment_store.index._START_BYTES", 1 << 16)
     follow = """
-import kvtide.connectors.index
-kvtide.connectors.index._START_BYTES = 1 << 16
+import kvtide.connectors.segment_store.index
+kvtide.connectors.segment_store.index._START_BYTES = 1 << 16
 with open_store(path, read_only=True) as store:
     print("open", flush=True)
     for line in sys.stdin:
@@ -241,7 +241,12 @@ def test_a_disk_that_is_full_at_closing_leaves_nothing_open(
     put(store, range(3))
     with monkeypatch.context() as patch:
         patch.setattr(
-            *((store._segments, "save_uses") if where == "uses" else ("kvtide.connectors.recovery.seal",)), full
+            *(
+                (store._segments, "save_uses")
+                if where == "uses"
+                else ("kvtide.connectors.segment_store.recovery.seal",)
+            ),
+            full,
         )
         store.close()
     assert store.stats().faults == {"no space left on device": 1}
@@ -254,7 +259,7 @@ def test_a_disk_that_is_full_at_closing_leaves_nothing_open(
 def test_a_state_that_cannot_be_written_leaves_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_store(tmp_path) as store:
         put(store, range(3))
-        monkeypatch.setattr("kvtide.connectors.recovery.write_all", lambda *_: os.fsync(1 << 20))  # EBADF
+        monkeypatch.setattr("kvtide.connectors.segment_store.recovery.write_all", lambda *_: os.fsync(1 << 20))  # EBADF
     monkeypatch.undo()
     assert not list(tmp_path.glob("state.json.*"))
     assert store.stats().faults == {"bad file descriptor": 1}

@@ -20,8 +20,8 @@ from services import BUCKET
 
 from kvtide.connectors.config import store_settings
 from kvtide.connectors.nixl import NixlConfig, NixlConnector
-from kvtide.connectors.nixl_agent import Agent, Piece, nixl_api
-from kvtide.connectors.nixl_media import Files
+from kvtide.connectors.transport.nixl_agent import Agent, Piece, nixl_api
+from kvtide.connectors.transport.nixl_media import Files
 from kvtide.kvcache import ConfigError, MissingExtra
 from kvtide.offload.conformance import StoreConformance, key_of, value_of
 from kvtide.offload.store import Status, Store
@@ -256,7 +256,7 @@ def test_what_nixl_reports_when_an_object_is_too_short(s3: services.S3) -> None:
     """Why lengths are asked of S3: NIXL calls a read beyond an object's end done."""
     parameters = {"bucket": BUCKET, "endpoint_override": s3.endpoint, "scheme": "http", "region": "us-east-1"}
     agent = Agent("OBJ", {**parameters, "use_virtual_addressing": "false"}, "OBJ", PACKAGE)
-    from kvtide.connectors.lanes import Lanes
+    from kvtide.connectors.transport.lanes import Lanes
 
     lanes = Lanes(1, 8192, 20.0, "test")
     lane = lanes.all[0]

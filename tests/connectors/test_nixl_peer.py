@@ -23,8 +23,16 @@ from kvtide.connectors.config import load_config, open_store, store_settings
 from kvtide.connectors.host import HostConfig, HostConnector
 from kvtide.connectors.nixl_peer import NixlPeerConfig, NixlPeerConnector
 from kvtide.connectors.nixl_server import PeerServer
-from kvtide.connectors.peer_messages import Answer, Contains, Fetch, Hello, receive_answer, receive_request, send
-from kvtide.connectors.peer_secret import make_proof
+from kvtide.connectors.transport.peer_messages import (
+    Answer,
+    Contains,
+    Fetch,
+    Hello,
+    receive_answer,
+    receive_request,
+    send,
+)
+from kvtide.connectors.transport.peer_secret import make_proof
 from kvtide.kvcache import ConfigError, KvtideError
 from kvtide.offload.conformance import StoreConformance, key_of, value_of
 from kvtide.offload.store import Entry, Status, Store, StoreStats

@@ -12,7 +12,7 @@ import pytest
 import xxhash
 
 from kvtide.connectors.config import make_store
-from kvtide.connectors.segments import slot_bytes
+from kvtide.connectors.segment_store.segments import slot_bytes
 from kvtide.hma import HybridMemoryManager, Item
 from kvtide.kvcache import FullAttention, Layer, ModelLayout
 from kvtide.offload.codecs import CODECS, codec_named

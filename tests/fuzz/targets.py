@@ -28,8 +28,8 @@ from mutations import HUGE, as_text, edges, edited_bytes, edited_json, random_js
 from kvtide.cli import main as command_line
 from kvtide.connectors import config as connector_config
 from kvtide.connectors.lmdb import LMDBConfig, LMDBConnector
-from kvtide.connectors.recovery import State, _boot, save_state
 from kvtide.connectors.registry import BUILT_IN
+from kvtide.connectors.segment_store.recovery import State, _boot, save_state
 from kvtide.connectors.shared_storage import SharedStorageConfig, SharedStorageConnector
 from kvtide.kvcache import KvtideError, ModelLayout, preset_names
 from kvtide.kvcache.policies import POLICIES, plan_geometry

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from kvtide.connectors.host import HostConfig, HostConnector
-from kvtide.connectors.sglang_io import PageTransfers
-from kvtide.connectors.sglang_pages import Run, Value
+from kvtide.connectors.sglang_bridge.page_io import PageTransfers
+from kvtide.connectors.sglang_bridge.pages import Run, Value
 from kvtide.kvcache import ConfigError
 from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Status

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvtide.connectors.sglang_settings import read_settings, store_config
+from kvtide.connectors.sglang_bridge.settings import read_settings, store_config
 from kvtide.kvcache import ConfigError
 
 LMDB = {"kv_connector": "LMDBConnector", "kv_connector_extra_config": {"path": "/var/kv/{rank}"}}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.connectors.vllm_groups import Group, alignment, find_hit, read_groups
+from kvtide.connectors.vllm_bridge.groups import Group, alignment, find_hit, read_groups
 from kvtide.kvcache import ConfigError
 from kvtide.offload.keys import CHAIN_BYTES, SPACE_BYTES, StoreKey
 from kvtide.offload.store import Lease, Status

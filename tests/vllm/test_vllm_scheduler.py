@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvtide.connectors.vllm_groups import Group, prefix_keys
-from kvtide.connectors.vllm_messages import Answer, FromWorker, ToWorker
-from kvtide.connectors.vllm_scheduler import SchedulerSide
+from kvtide.connectors.vllm_bridge.groups import Group, prefix_keys
+from kvtide.connectors.vllm_bridge.messages import Answer, FromWorker, ToWorker
+from kvtide.connectors.vllm_bridge.scheduler import SchedulerSide
 
 FULL, WINDOW = Group(0, 4), Group(1, 4, window=8)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtide.connectors.per_rank import is_private, is_shared
-from kvtide.connectors.vllm_settings import read_settings, store_config
+from kvtide.connectors.vllm_bridge.settings import read_settings, store_config
 from kvtide.connectors.weight_files import sample_files
 from kvtide.kvcache import ConfigError
 

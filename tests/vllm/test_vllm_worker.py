@@ -15,10 +15,10 @@ torch = pytest.importorskip("torch")
 from kvtide.connectors.host import HostConfig, HostConnector  # noqa: E402
 from kvtide.connectors.lmdb import LMDBConfig, LMDBConnector  # noqa: E402
 from kvtide.connectors.slab import UNIT  # noqa: E402
-from kvtide.connectors.vllm_groups import Group  # noqa: E402
-from kvtide.connectors.vllm_messages import Load, LookUp, Save, Served, ToWorker  # noqa: E402
-from kvtide.connectors.vllm_pages import Pages  # noqa: E402
-from kvtide.connectors.vllm_worker import Part, Results, WorkerSide  # noqa: E402
+from kvtide.connectors.vllm_bridge.groups import Group  # noqa: E402
+from kvtide.connectors.vllm_bridge.messages import Load, LookUp, Save, Served, ToWorker  # noqa: E402
+from kvtide.connectors.vllm_bridge.pages import Pages  # noqa: E402
+from kvtide.connectors.vllm_bridge.worker import Part, Results, WorkerSide  # noqa: E402
 from kvtide.kvcache import ConfigError  # noqa: E402
 from kvtide.offload.keys import StoreKey, store_key  # noqa: E402
 from kvtide.offload.store import Status, Store  # noqa: E402

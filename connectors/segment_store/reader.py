@@ -12,15 +12,15 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
+from kvtide.connectors.disk.files import fault_kind
+from kvtide.connectors.disk.parallel import Parallel
+from kvtide.connectors.disk.value_io import read_value
 from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Status
 from kvtide.offload.values import HEADER_BYTES, BadValue, Header, parse_header
 
-from .files import fault_kind
 from .index import Index, Place
-from .parallel import Parallel
 from .segments import Segment, Segments
-from .value_io import read_value
 
 _LOOKS = 4
 

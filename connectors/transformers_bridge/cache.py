@@ -23,6 +23,7 @@ import torch
 from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvtide.connectors.config import TransferConfig, load_config, open_store
 from kvtide.hma import HybridMemoryManager, Reservation
 from kvtide.kvcache import ConfigError, Exhausted, KvtideError
 from kvtide.kvcache.arena import Arena
@@ -32,8 +33,7 @@ from kvtide.offload.policies import LoadPolicy, StorePolicy
 from kvtide.offload.store import Store
 from kvtide.offload.transfers import Transfers
 
-from .config import TransferConfig, load_config, open_store
-from .transformers_model import PagedModel, cache_argument, model_layout, weights_digest
+from .model import PagedModel, cache_argument, model_layout, weights_digest
 
 _POLL_S = 0.0005
 _NOT_SERVED = ("inputs_embeds", "labels", "output_attentions", "output_hidden_states", "pixel_values")

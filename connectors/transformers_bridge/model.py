@@ -26,7 +26,7 @@ from kvtide.kvcache import ConfigError, ModelLayout
 from kvtide.kvcache.arena import Arena
 from kvtide.kvcache.specs import Int64Array
 
-from .transformers_attention import ATTENTION_NAME, Step, StepCache, places_of
+from .attention import ATTENTION_NAME, Step, StepCache, places_of
 
 # Elements of each weight that its digest looks at, spread evenly over it.
 _SAMPLES = 16

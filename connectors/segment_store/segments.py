@@ -31,9 +31,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvtide.connectors.disk.files import PAGE, OpenFiles, WritableBytes, read_all, sync_directory, write_all
 from kvtide.offload.values import HEADER_BYTES
-
-from .files import PAGE, OpenFiles, WritableBytes, read_all, sync_directory, write_all
 
 _NAME = re.compile(r"([0-9a-f]{1,8})-([0-9a-f]{1,16})-([0-9a-f]{1,8})\.segment")
 _EPOCH = 1_767_225_600  # 2026-01-01

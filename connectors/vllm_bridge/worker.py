@@ -26,8 +26,8 @@ from kvtide.offload.requests import Operation, Requests
 from kvtide.offload.staging import Grant, Staging
 from kvtide.offload.store import Status, Store
 
-from .vllm_groups import Group, Hit, find_hit, prefix_keys
-from .vllm_messages import Answer, Block, FromWorker, Load, LookUp, Save, Served, ToWorker
+from .groups import Group, Hit, find_hit, prefix_keys
+from .messages import Answer, Block, FromWorker, Load, LookUp, Save, Served, ToWorker
 
 # A piece is what one thread handles in one call of the store.
 _PIECE_VALUES = 64
@@ -37,7 +37,7 @@ _CLOSE_S = 10.0
 
 
 class GroupPages(Protocol):
-    """What is used of `vllm_pages.Pages`."""
+    """What is used of `pages.Pages`."""
 
     value_bytes: int
 

@@ -15,10 +15,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from kvtide.connectors.config import TransferConfig, checked, load_config
+from kvtide.connectors.per_rank import for_rank, leaf_stores
 from kvtide.kvcache.sizes import parse_bytes
-
-from .config import TransferConfig, checked, load_config
-from .per_rank import for_rank, leaf_stores
 
 LABEL = "KvtideHiCacheStorage's hicache-storage-backend-extra-config"
 # What SGLang reads itself; it takes some of them out before a backend sees the rest, depending on who makes it.

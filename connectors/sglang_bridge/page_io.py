@@ -26,7 +26,7 @@ from kvtide.offload.requests import Operation, Requests
 from kvtide.offload.staging import Grant, Staging, staging_bytes
 from kvtide.offload.store import Status, Store
 
-from .sglang_pages import Value
+from .pages import Value
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from kvtide.connectors.base import key_of
+from kvtide.connectors.disk.files import make_private, sync_directory
 from kvtide.offload.keys import SPACE_BYTES, StoreKey
-
-from .base import key_of
-from .files import make_private, sync_directory
 
 _FORMAT = "kvtide-1"
 _FAN_OUT = 3

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .weight_files import sample_files
+from kvtide.connectors.weight_files import sample_files
 
 
 def weights_name(vllm_config: Any, given: str | None) -> str:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvtide.offload.keys import StoreKey
 
-from .shared_tree import Tree
+from .tree import Tree
 
 _COUNT_AGAIN = 1 / 16
 _LOW_WATER = 0.9

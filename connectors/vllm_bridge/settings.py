@@ -13,10 +13,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from kvtide.connectors.config import TransferConfig, checked, load_config
+from kvtide.connectors.per_rank import for_rank
 from kvtide.kvcache.sizes import parse_bytes
-
-from .config import TransferConfig, checked, load_config
-from .per_rank import for_rank
 
 LABEL = "KvtideConnector's kv_connector_extra_config"
 

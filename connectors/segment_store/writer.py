@@ -15,17 +15,17 @@ from typing import NamedTuple
 
 import lmdb
 
+from kvtide.connectors.disk.files import NO_ROOM, fault_kind
+from kvtide.connectors.disk.parallel import Parallel
+from kvtide.connectors.disk.value_io import write_raw, write_value
 from kvtide.offload.codecs import Codec
 from kvtide.offload.keys import StoreKey
 from kvtide.offload.sealing import seal
 from kvtide.offload.store import Status
 
-from .files import NO_ROOM, fault_kind
 from .index import Index, Place
-from .parallel import Parallel
 from .segments import Segment, Segments
 from .space import Space
-from .value_io import write_raw, write_value
 
 # Values are packed, written and committed in groups of about this much.
 _GROUP_BYTES = 64 << 20

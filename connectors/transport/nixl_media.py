@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
+from kvtide.connectors.disk.files import sync_directory
+from kvtide.connectors.s3 import S3Config, S3Connector
+from kvtide.connectors.shared_files.room import Room
+from kvtide.connectors.shared_files.tree import Tree
 from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Entry, Status
 from kvtide.offload.values import HEADER_BYTES, BadValue
 
-from .files import sync_directory
 from .lanes import ALIGNMENT
 from .nixl_agent import Agent, Piece
-from .s3 import S3Config, S3Connector
-from .shared_room import Room
-from .shared_tree import Tree
 
 _LEFTOVER_SECONDS = 24 * 3600.0
 
@@ -83,9 +83,9 @@ class Medium(Protocol):
 
 
 class Files:
-    """A directory of files, one per value, laid out as `shared_tree` says. May raise `OSError` when made.
+    """A directory of files, one per value, laid out as `shared_files.tree` says. May raise `OSError` when made.
 
-    With `max_bytes` the longest unused go when it is reached, as in `shared_room`.
+    With `max_bytes` the longest unused go when it is reached, as in `shared_files.room`.
     """
 
     remote_kind: Literal["FILE", "OBJ"] = "FILE"

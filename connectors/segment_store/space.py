@@ -21,13 +21,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvtide.connectors.disk.files import NO_ROOM, PAGE
+from kvtide.connectors.disk.leases import Holds
 from kvtide.offload.eviction import EvictionPolicy
 from kvtide.offload.keys import StoreKey
 from kvtide.offload.values import HEADER_BYTES
 
-from .files import NO_ROOM, PAGE
 from .index import Index, Place
-from .leases import Holds
 from .segments import Segment, Segments, now, slot_bytes
 
 # What the index is taken to need at least: for itself, and per slot an entry in pages half full that are written twice.

@@ -22,8 +22,8 @@ from typing import Protocol
 
 from kvtide.offload.keys import CHAIN_BYTES
 
-from .vllm_groups import Group, alignment
-from .vllm_messages import Answer, Block, FromWorker, Load, LookUp, Save, Served, ToWorker
+from .groups import Group, alignment
+from .messages import Answer, Block, FromWorker, Load, LookUp, Save, Served, ToWorker
 
 _DEFAULT_WINDOWS = 4
 _NULL_BLOCK = 0  # vLLM's placeholder in tables, where a block is not needed

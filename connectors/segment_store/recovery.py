@@ -30,11 +30,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvtide.connectors.disk.files import make_private, sync_directory, write_all
 from kvtide.kvcache import ConfigError
 from kvtide.offload.keys import StoreKey
 from kvtide.offload.values import BadValue, parse_header
 
-from .files import make_private, sync_directory, write_all
 from .index import ENTRY_DTYPE, Index, Place
 from .segments import Segment, Segments
 

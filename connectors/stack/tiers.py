@@ -18,12 +18,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from kvtide.connectors.config import make_store
 from kvtide.offload.admission import TinyLFU
 from kvtide.offload.breaker import Breaker
 from kvtide.offload.keys import StoreKey
 from kvtide.offload.store import Lease, Status, Store
-
-from .config import make_store
 
 _SKETCHED_KEYS = 1 << 18
 

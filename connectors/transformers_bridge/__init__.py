@@ -1,0 +1,1 @@
+"""A cache and a paged runner for unmodified transformers models."""

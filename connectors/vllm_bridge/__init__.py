@@ -1,0 +1,1 @@
+"""The two halves of the vLLM connector, its scheduler and its workers, and what they tell each other."""
