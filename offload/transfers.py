@@ -202,8 +202,11 @@ class Transfers:
         return self._wait(lambda: transfer.statuses is not None and transfer.released, timeout)
 
     def drain(self, timeout: float) -> bool:
-        """Poll until nothing is on its way and all staging bytes are free; False after `timeout` seconds."""
-        return self._wait(lambda: not self._active and not self._ending, timeout)
+        """Poll until nothing is on its way and the store does nothing more; False after `timeout` seconds."""
+        return self._wait(
+            lambda: not (self._active or self._ending or self._requests.num_queued or self._requests.num_running),
+            timeout,
+        )
 
     def close(self, timeout: float = 5.0) -> bool:
         """Finish the puts, cancel the gets, end the workers; False if something hung. The store stays open."""

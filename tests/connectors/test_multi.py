@@ -69,7 +69,7 @@ def test_of_a_prefix_every_tier_keeps_the_beginning() -> None:
 
 def test_what_is_pending_of_a_prefix_is_written_down_from_its_end() -> None:
     with multi(
-        host(64 << 10), host(1 << 20), write_policy="write_back", low_watermark=0.3, high_watermark=0.4
+        host(64 << 10), host(1 << 20), write_policy="write_on_evict", low_watermark=0.3, high_watermark=0.4
     ) as store:
         keys = [key_of(number) for number in range(10)]
         for key in keys:

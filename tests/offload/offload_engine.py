@@ -313,13 +313,7 @@ class Engine:
         """Wait until nothing is on its way."""
         self.commit()
         expires = time.monotonic() + 60
-        requests = self.transfers.requests
-        while (
-            self.offload.stats().held_bytes
-            or not self.transfers.drain(0.01)
-            or requests.num_queued
-            or requests.num_running
-        ):
+        while self.offload.stats().held_bytes or not self.transfers.drain(0.01):
             self.offload.poll()
             assert time.monotonic() < expires
         self.offload.poll()
