@@ -242,13 +242,16 @@ def bench(config: str, sizes: tuple[str, ...], total: int, batch: int, as_json: 
                 human_bytes(result["value_bytes"]),
                 row["operation"],
                 f"{row['values']:,}",
-                f"{row['megabytes_per_second']:,.0f}",
+                "–" if row["megabytes_per_second"] is None else f"{row['megabytes_per_second']:,.0f}",
                 f"{row['values_per_second']:,.0f}",
                 f"{row['p50_ms']:.2f}",
                 f"{row['p99_ms']:.2f}",
                 f"{row['not_served']:,}",
             )
     console().print(table)
+    if any(row["not_served"] for result in results for row in result["operations"]):
+        note = "not served is what the store did not take, or had evicted again: give it room for --total"
+        console().print(f"note: {note}", style="dim", highlight=False)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
@@ -45,6 +46,7 @@ class HostConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Settings of a `HostConnector`."""
 
     sizes = ("max_bytes",)
+    least = MappingProxyType({"max_bytes": "1KiB"})  # a unit of the slab
 
     max_bytes: Annotated[int | str, Meta(description="Memory for values, taken at the start, such as 64GiB.")]
     eviction: Annotated[str, Meta(description=f"Which values go when it is full: {', '.join(POLICIES)}.")] = "s3fifo"

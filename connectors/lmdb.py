@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 import lmdb
@@ -61,6 +62,7 @@ class LMDBConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Settings of `LMDBConnector`."""
 
     sizes = ("max_bytes", "min_free_bytes", "segment_bytes")
+    least = MappingProxyType({"max_bytes": "192KiB"})  # the index, and room for a small value or two
 
     path: Annotated[str, Meta(description="Directory of the store; made if it is not there.", min_length=1)]
     max_bytes: Annotated[int | str, Meta(description="Bound on its bytes on the disk, such as 500GiB.")] = "64GiB"

@@ -19,6 +19,7 @@ from functools import partial
 from http.client import HTTPException
 from importlib import import_module
 from itertools import islice
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta
@@ -46,6 +47,7 @@ class MooncakeConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     """Settings of a `MooncakeConnector`; the names are Mooncake's own where it has one."""
 
     sizes = ("lane_bytes",)
+    least = MappingProxyType({"lane_bytes": "8KiB"})
     sizes_or_zero = ("global_segment_size", "local_buffer_size")
 
     master_server_address: Annotated[
@@ -75,11 +77,6 @@ class MooncakeConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fiel
         int | str, Meta(description="Memory of one call, registered; no value is longer. At least 8KiB.")
     ] = "64MiB"
     timeout_seconds: Annotated[float, Meta(description="A call that takes longer is an error.", gt=0, le=600)] = 10.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_bytes("lane_bytes") < 2 * aligned(1):
-            raise ConfigError(f"lane_bytes {self.lane_bytes!r} must be at least 8KiB")
 
 
 class MooncakeConnector(BaseConnector):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 import msgspec
@@ -28,7 +29,7 @@ from kvtide.offload.values import HEADER_BYTES, BadValue, Header, parse_header
 
 from .base import BaseConnector
 from .settings import StoreConfig, secret
-from .transport.lanes import Lane, Lanes, aligned, parts
+from .transport.lanes import Lane, Lanes, parts
 from .transport.nixl_agent import Agent, Piece
 from .transport.peer_messages import Answer, Contains, Fetch, Heads, Hello, Request, Scan, Stats, receive_answer, send
 from .transport.peer_secret import is_proof, make_nonce, make_proof
@@ -40,6 +41,7 @@ class NixlPeerConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     """Settings of a `NixlPeerConnector`."""
 
     sizes = ("lane_bytes",)
+    least = MappingProxyType({"lane_bytes": "8KiB"})
 
     address: Annotated[
         str,
@@ -59,11 +61,6 @@ class NixlPeerConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     timeout_seconds: Annotated[
         float, Meta(description="A connection, an answer or a transfer that takes longer is an error.", gt=0, le=600)
     ] = 10.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_bytes("lane_bytes") < 2 * aligned(1):
-            raise ConfigError(f"lane_bytes {self.lane_bytes!r} must be at least 8KiB")
 
 
 class Lost(Exception):

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from importlib import import_module
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta
@@ -29,7 +30,6 @@ from kvtide.offload.values import HEADER_BYTES, Header
 from .base import BaseConnector, key_of
 from .settings import CodecName, StoreConfig
 
-LEAST_PART = 5 << 20  # of a multipart upload, by the service's rules
 _DELETED_AT_ONCE = 1000
 _ABANDONED = timedelta(hours=24)  # no upload of a value takes this long
 _ABSENT = {"NoSuchKey", "404", "InvalidRange", "416"}  # the last two: a range of an object of no bytes
@@ -48,6 +48,7 @@ class S3Config(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Settings of an `S3Connector`."""
 
     sizes = ("multipart_bytes",)
+    least = MappingProxyType({"multipart_bytes": "5MiB"})  # of a part of an upload, by the service's rules
 
     bucket: Annotated[str, Meta(description="The bucket; it must exist.", min_length=1)]
     prefix: Annotated[
@@ -71,11 +72,6 @@ class S3Config(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         float, Meta(description="A connection, or a silence in an answer, that lasts longer fails.", gt=0, le=600)
     ] = 10.0
     retries: Annotated[int, Meta(description="How often a request that failed is tried again.", ge=0, le=10)] = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_bytes("multipart_bytes") < LEAST_PART:
-            raise ConfigError(f"multipart_bytes {self.multipart_bytes!r} must be at least 5MiB")
 
 
 class S3Connector(BaseConnector):

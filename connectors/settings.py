@@ -7,7 +7,9 @@ types and bounds by the annotations, the rest when it is made.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -25,16 +27,19 @@ CodecName = Annotated[str, Meta(description=f"How values are packed: {', '.join(
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the settings of stores; `ConfigError` names the key.
 
-    `sizes` names the keys that are sizes such as 64GiB, `sizes_or_zero` those that may also be 0. `codec` and
-    `eviction` are checked wherever a store has them.
+    `sizes` names the keys that are sizes such as 64GiB, `sizes_or_zero` those that may also be 0, and `least` the
+    smallest that makes sense. `codec` and `eviction` are checked wherever a store has them.
     """
 
     sizes: ClassVar[tuple[str, ...]] = ()
     sizes_or_zero: ClassVar[tuple[str, ...]] = ()
+    least: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def __post_init__(self) -> None:
         for name in (*self.sizes, *self.sizes_or_zero):
-            self.num_bytes(name)
+            num_bytes, least = self.num_bytes(name), self.least.get(name)
+            if least is not None and num_bytes < parse_bytes(least) and getattr(self, name) is not None:
+                raise ConfigError(f"{name} {getattr(self, name)!r} must be at least {least}")
         for name, allowed in (("codec", CODECS), ("eviction", tuple(POLICIES))):
             value = getattr(self, name, allowed[0])
             if value not in allowed:

@@ -29,8 +29,6 @@ class Slab:
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
         self.num_bytes = num_bytes // UNIT * UNIT
-        if not self.num_bytes:
-            raise ConfigError(f"capacity of {num_bytes} bytes must be at least {UNIT}")
         self.memory = _pinned(self.num_bytes) if pinned else _pageable(self.num_bytes)
         self.free_bytes = 0
         self._end_of: dict[int, int] = {}  # free runs: first byte -> end

@@ -203,8 +203,10 @@ def test_the_schema_describes_and_checks_every_store(monkeypatch):
     ("name", "extra", "message"),
     [
         ("HostConnector", {"max_bytes": "abc"}, "max_bytes: 'abc' is not a size"),
+        ("HostConnector", {"max_bytes": 3}, "max_bytes 3 must be at least 1KiB"),
+        ("LMDBConnector", {"path": "/x", "max_bytes": "4KiB"}, "max_bytes '4KiB' must be at least 192KiB"),
         ("HostConnector", {"max_bytes": -5}, "max_bytes: '-5' is not a size"),
-        ("HostConnector", {"max_bytes": 1, "eviction": "mru"}, "eviction 'mru' is not known; allowed are lru"),
+        ("HostConnector", {"max_bytes": "1MiB", "eviction": "mru"}, "eviction 'mru' is not known; allowed are lru"),
         ("LMDBConnector", {"path": "/x", "codec": "gzip"}, "codec 'gzip' is not known; allowed are raw"),
         ("LMDBConnector", {"path": "/x", "segment_bytes": "1Gx"}, "segment_bytes: '1Gx' is not a size"),
         ("SharedStorageConnector", {"shared_storage_path": "/x", "min_free_bytes": "0"}, "min_free_bytes: '0' must be"),
