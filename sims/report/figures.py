@@ -19,6 +19,7 @@ BINS = 40
 def series_of(recording: Recording, run: Run) -> list[dict[str, Any]]:
     """One object per interval: means over its steps, tokens per step, hit rate by tier, memory by cause.
 
+    Where a step outlasts an interval, so that none begins in it, what was so before goes on.
     Hit rates are shares of the prompt tokens admitted in the interval; None where none were. A lower tier's share of
     what was loaded follows the tiers' own counts between one interval and the next.
     """
@@ -26,24 +27,37 @@ def series_of(recording: Recording, run: Run) -> list[dict[str, Any]]:
     end = tuple(map(sum, zip(*(rank.tier_tokens for rank in run.offload), strict=True)))
     series = recording.series()
     after = [*(interval.tier_tokens for _, interval in series[1:]), end]
+    means = _means([interval for _, interval in series])
     return [
         {
             "time_s": time_s,
             "duration_s": recording.interval_s,
             "steps": interval.steps,
             "device_busy": min(interval.busy_s / recording.interval_s, 1.0),
-            "running": interval.running / max(interval.steps, 1),
-            "waiting": interval.waiting / max(interval.steps, 1),
-            "prefill_tokens_per_step": interval.prefill_tokens / max(interval.steps, 1),
-            "decode_tokens_per_step": interval.decode_tokens / max(interval.steps, 1),
+            **mean,
             "admitted": interval.admitted,
             "finished": interval.finished,
             "preemptions": interval.preemptions,
             "hit_rate_by_tier": _hit_rates(interval, tiers, following),
             "memory": interval.memory._asdict() if interval.memory else None,
         }
-        for (time_s, interval), following in zip(series, after, strict=True)
+        for (time_s, interval), following, mean in zip(series, after, means, strict=True)
     ]
+
+
+def _means(intervals: Sequence[Interval]) -> list[dict[str, float]]:
+    nothing = dict.fromkeys(("running", "waiting", "prefill_tokens_per_step", "decode_tokens_per_step"), 0.0)
+    means, last = [], nothing
+    for interval in intervals:
+        if interval.steps:
+            sums = (interval.running, interval.waiting, interval.prefill_tokens, interval.decode_tokens)
+            last = {name: value / interval.steps for name, value in zip(nothing, sums, strict=True)}
+        elif interval.is_idle:
+            last = nothing
+        means.append(last)
+        if interval.is_idle:
+            last = nothing
+    return means
 
 
 def _hit_rates(interval: Interval, tiers: Sequence[str], following: Sequence[float]) -> dict[str, float] | None:

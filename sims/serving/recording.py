@@ -37,6 +37,7 @@ class Interval:
     `running` and `waiting` add up over steps: divide by `steps`. `computed_tokens` are those of prompts and of decode,
     drafts included. Hits are tokens of prompts at their first admission: on the device, and loaded from lower tiers
     (`tier_tokens` says from which, as the tiers' own counts so far). `memory` is at its first step, None without one.
+    `is_idle`: from it on nothing runs, until an interval has steps again. Without that, no step merely began in it.
     """
 
     steps: int = 0
@@ -53,6 +54,7 @@ class Interval:
     preemptions: int = 0
     memory: MemoryByCause | None = None
     tier_tokens: tuple[float, ...] = ()
+    is_idle: bool = False
 
     def add(self, later: Interval) -> None:
         """Become both intervals; the earlier one's memory stays."""
@@ -60,9 +62,10 @@ class Interval:
             setattr(self, name, getattr(self, name) + getattr(later, name))
         if self.memory is None:
             self.memory, self.tier_tokens = later.memory, later.tier_tokens
+        self.is_idle |= later.is_idle
 
 
-_SUMS = tuple(name for name in Interval.__slots__ if name not in ("memory", "tier_tokens"))
+_SUMS = tuple(name for name in Interval.__slots__ if name not in ("memory", "tier_tokens", "is_idle"))
 
 
 @dataclass(slots=True)
@@ -158,6 +161,7 @@ class Recording:
         """Nothing runs from now on: an interval without a step holds what is cached now."""
         index = len(self._intervals)
         interval = self._at(self.now + self.interval_s)
+        interval.is_idle = True
         if len(self._intervals) > index and interval.memory is None:
             self._sample(interval, schedulers)
 
@@ -227,6 +231,8 @@ class Recording:
             story = self._stories[name]
             last = story.events[-1]
             if rank is not scheduler or last.kind not in ("queued", "preempted", "waits"):
+                continue
+            if any(job.request_id == name for job in scheduler.running):  # admitted in this step
                 continue
             head = scheduler.waiting.head
             if preempted:

@@ -12,6 +12,7 @@ from layouts import layout_of
 
 from kvtide.hma import MemoryByCause
 from kvtide.kvcache import FullAttention, SlidingWindow
+from kvtide.sims.report.figures import series_of
 from kvtide.sims.serving import recording as module
 from kvtide.sims.serving.build import Deployment
 from kvtide.sims.serving.engine import Run
@@ -106,6 +107,36 @@ def test_an_idle_engine_holds_only_its_cache() -> None:
     assert middle.memory is not None
     assert middle.memory.needed == 0
     assert middle.memory.idle_cached > 0
+
+
+def test_a_step_longer_than_an_interval_leaves_no_gap() -> None:
+    """Intervals in which no step begins show what is running; those of an idle engine show nothing."""
+    run, recording = record([Request("a", 0, 2000, 3), Request("b", 20, 2000, 3)], PLAN, span_s=0.0)
+    shortest = 0.2 * run.busy_s / run.steps
+    run, recording = record(
+        [Request("a", 0, 2000, 3), Request("b", 4 * run.busy_s, 2000, 3)], PLAN, span_s=shortest * INTERVALS
+    )
+    series = series_of(recording, run)
+    empty = [item for item in series if not item["steps"]]
+    assert len(empty) > 20
+    for item in series:
+        is_busy = any(
+            served.admitted_s <= item["time_s"] and item["time_s"] + item["duration_s"] <= served.last_token_s
+            for served in run.served
+        )
+        if is_busy:
+            assert item["running"] == 1
+    middle = 3 * run.busy_s
+    assert all(item["running"] == 0 for item in series if abs(item["time_s"] - middle) < 0.2 * run.busy_s)
+
+
+def test_nobody_waits_in_the_step_that_admits_it() -> None:
+    _, recording = record(CROWD, follow=[str(i) for i in range(1, 9)])
+    for story in recording.stories:
+        for event, following in pairwise(story.events):
+            if event.kind == "waits" and following.kind == "admitted":
+                assert event.until_s is not None
+                assert event.until_s < following.time_s
 
 
 def test_the_story_of_a_request_alone() -> None:
