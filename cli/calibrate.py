@@ -52,7 +52,7 @@ def command(run_dir: Path, model: str, gpu: str, check: Path | None, check_model
 def _load(folder: Path, model: str, gpu: GpuSpec) -> tuple[RecordedRun, Deployment]:
     run = read_run(folder)
     layout = load_layout(model, "auto", 1, None)
-    return run, deployment_of(run, layout, load_work(model, layout, None, None), gpu)
+    return run, deployment_of(run, layout, load_work(model, layout), gpu)
 
 
 def _print(gpu: GpuSpec, efficiency: dict[str, Any], errors: dict[str, dict[str, float]], simulations: int) -> None:

@@ -12,12 +12,21 @@ from kvtide.sims.serving.work import ModelWork, estimate_work, read_work
 EFFICIENCIES = ("compute", "memory", "link", "overhead_s", "per_request_s")
 
 
-def load_work(model: str, layout: ModelLayout, params: float | None, active_params: float | None) -> ModelWork:
+def load_work(
+    model: str,
+    layout: ModelLayout,
+    params: float | None = None,
+    active_params: float | None = None,
+    bytes_per_param: float | None = None,
+) -> ModelWork:
     """The model's costs: from its config.json, or estimated from `--params` where there is only a layout."""
     if params is not None:
-        return estimate_work(layout, params * 1e9, None if active_params is None else active_params * 1e9)
+        active = None if active_params is None else active_params * 1e9
+        return estimate_work(layout, params * 1e9, active, 2.0 if bytes_per_param is None else bytes_per_param)
     if active_params is not None:
         raise ConfigError("--active-params says how many of --params are active; give both")
+    if bytes_per_param is not None:
+        raise ConfigError("--bytes-per-param says how large each of --params is; give both")
     path = Path(model)
     if path.is_dir() or path.suffix == ".json":
         return read_work(read_json(path, "config.json").data)

@@ -56,6 +56,11 @@ def _optional_size(ctx: click.Context, param: click.Parameter, value: str | None
 @click.option("--model", required=True, help="The model's config.json, or a bundled name together with --params.")
 @click.option("--params", type=float, help="Parameters in billions, where the model is only known by its layout.")
 @click.option("--active-params", type=float, help="With --params: billions of parameters that a token goes through.")
+@click.option(
+    "--bytes-per-param",
+    type=float,
+    help="With --params: bytes of a weight, such as 1 for FP8 and 0.53 for MXFP4; 2 by default. A config.json says it.",
+)
 @click.option("--trace", required=True, help="A trace file or folder, or `demo`.")
 @click.option("--trace-format", type=click.Choice(list(FORMATS)), help="Format of the trace.")
 @click.option("--num-requests", type=int, help="Stop after this many requests.")
@@ -143,7 +148,8 @@ def command(
     \b
     Examples:
       kvtide simulate --model config.json --trace demo --gpu h200:2 --num-requests 500
-      kvtide simulate --model gpt-oss-120b --params 117 --active-params 5.1 --trace azure.csv --gpu h100:4
+      kvtide simulate --model gpt-oss-120b --params 117 --active-params 5.1 --bytes-per-param 0.53 \\
+        --trace azure.csv --gpu h100:4
       kvtide simulate --model config.json --trace demo --gpu h200 --max-num-seqs 64 --policy grouped --json
       kvtide simulate --model config.json --trace demo --gpu h200 --offload-tier host:256GB:50GB/s:10us
       kvtide simulate --model config.json --trace demo --gpu h200 --html report.html --compare grouped,lcm
@@ -224,6 +230,7 @@ def plan(
     model: str,
     params: float | None,
     active_params: float | None,
+    bytes_per_param: float | None,
     trace: str,
     trace_format: str | None,
     num_requests: int | None,
@@ -259,7 +266,7 @@ def plan(
             f"--tp {tensor} times --data-parallel-size {data_parallel_size} times --pipeline-parallel-size "
             f"{pipeline_parallel_size} are not the {count} devices"
         )
-    work = load_work(model, layout, params, active_params)
+    work = load_work(model, layout, params, active_params, bytes_per_param)
     if data_parallel_size > 1 and not work.experts:
         raise ConfigError("data-parallel ranks of a model without experts are engines of their own; simulate one")
     drafter = None

@@ -251,7 +251,7 @@ def _print(rows: Sequence[Mapping[str, Any]], axes: Sequence[str], out: Path) ->
     terminal = console()
     table = Table(title=f"Sweep over {', '.join(axes)}: {len(rows):,} points", title_justify="left")
     for axis in axes:
-        table.add_column(axis)
+        table.add_column(axis.replace("-", " "))  # so that a narrow terminal wraps it
     for _, words, _ in COMPARED:
         table.add_column(words, justify="right")
     ran = [row for row in rows if row["error"] is None]

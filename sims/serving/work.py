@@ -121,7 +121,9 @@ def read_work(config: Mapping[str, Any]) -> ModelWork:
     )
 
 
-def estimate_work(layout: ModelLayout, params: float, active_params: float | None = None) -> ModelWork:
+def estimate_work(
+    layout: ModelLayout, params: float, active_params: float | None = None, weight_bytes: float = 2.0
+) -> ModelWork:
     """From a parameter count alone, for models known by their layout: shapes of a usual transformer of that size.
 
     Hidden size follows 12·layers·hidden² = active parameters. With fewer active than total parameters the model is
@@ -130,6 +132,8 @@ def estimate_work(layout: ModelLayout, params: float, active_params: float | Non
     active = params if active_params is None else active_params
     if not 1e6 <= active <= params <= 1e14:
         raise ConfigError(f"parameters {params:g} ({active:g} active) must be from 1e6 to 1e14, active at most all")
+    if not 0.1 <= weight_bytes <= 8:
+        raise ConfigError(f"a parameter of {weight_bytes:g} bytes is none: it must have from 0.1 to 8")
     layers = len(layout.layers)
     hidden = max(64, round((active / (12 * layers)) ** 0.5 / 64) * 64)
     experts = round(params / active) if active < params else 0
@@ -147,4 +151,5 @@ def estimate_work(layout: ModelLayout, params: float, active_params: float | Non
         experts=experts if experts > 1 else 0,
         experts_per_token=1 if experts > 1 else 0,
         expert_params=int(per_token / layers) if experts > 1 else 0,
+        weight_bytes=weight_bytes,
     )

@@ -94,6 +94,8 @@ def test_drafts_and_flags(files: tuple[str, str]) -> None:
         (["--gpu", "l4:2", "--tp", "3"], "are not the 2 devices"),
         (["--gpu", "l4", "--model", "gpt-oss-20b"], "give its config.json, or --params"),
         (["--gpu", "l4", "--active-params", "1"], "give both"),
+        (["--gpu", "l4", "--bytes-per-param", "1"], "give both"),
+        (["--gpu", "l4", "--params", "1", "--bytes-per-param", "0"], "must have from 0.1 to 8"),
         (["--gpu", "l4", "--data-parallel-size", "2"], "engines of their own"),
         (["--gpu", "l4", "--acceptance-rate", "0.5"], "give --speculative-config"),
         (
