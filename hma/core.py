@@ -49,6 +49,11 @@ class ManagerCore:
         events: bool = False,
         pin_memory: bool = False,
     ) -> None:
+        if not isinstance(layout, ModelLayout | PageGeometry):
+            raise ConfigError(
+                f"layout {str(layout)[:80]!r} is a {type(layout).__name__}; it must be a ModelLayout, such as "
+                "ModelLayout.preset('gemma-3-27b'), or a PageGeometry"
+            )
         geometry = layout if isinstance(layout, PageGeometry) else solve_geometry(layout)
         limit = max_model_len or geometry.layout.max_model_len
         if limit is None:

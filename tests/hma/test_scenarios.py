@@ -601,6 +601,21 @@ def test_wrong_call_changes_nothing(case: str) -> None:
     m.check()
 
 
+@pytest.mark.parametrize(
+    ("layout", "memory", "options", "message"),
+    [
+        ("gemma-3-27b", "1GiB", {}, "layout 'gemma-3-27b' is a str; it must be a ModelLayout"),
+        (None, "1MiB", {}, "memory of 1048576 bytes does not hold one page of"),
+        (None, "abc", {}, "'abc' is not a size"),
+        (None, "1GiB", {"lookahead": -1}, "lookahead -1 must be at least 0"),
+        (None, "1GiB", {"max_requests": 0}, "max_requests 0 must be at least 1"),
+    ],
+)
+def test_a_manager_that_cannot_be_is_named(layout: Any, memory: str, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        HybridMemoryManager(layout or ModelLayout.preset("gemma-3-27b"), memory, **options)
+
+
 def test_third_step_in_flight_changes_nothing() -> None:
     m, rows = busy()
     m.reserve(rows[:1], [1])
