@@ -143,12 +143,11 @@ class CostModel:
     def _rank(self, step: Step) -> float:
         """What one rank does by itself: overheads, dense layers, head, attention."""
         work, tensor = self.work, self.parallel.tensor
-        samples = sum([1 + part.num_drafts for part in step.parts if part.samples])
-        dense = 2.0 * (work.dense_params * step.num_tokens + work.head_params * samples) / tensor
+        dense = 2.0 * (work.dense_params * step.num_tokens + work.head_params * step.num_samples) / tensor
         weights = (work.weight_bytes * work.dense_params + 2.0 * work.head_params) / tensor
         return (
             self.efficiency.overhead_s
-            + self.efficiency.per_request_s * len(step.parts)
+            + self.efficiency.per_request_s * len(step)
             + max(weights / self._bandwidth, dense / self._flops)
             + self._attention(step)
             + self._drafting(step)
@@ -156,8 +155,10 @@ class CostModel:
 
     def _drafting(self, step: Step) -> float:
         """The drafter's passes, when the step samples anything to draft after."""
+        if self.drafter is None:
+            return 0.0
         samples = sum(part.samples for part in step.parts)
-        if self.drafter is None or not samples:
+        if not samples:
             return 0.0
         work, tensor = self.drafter.work, self.drafter.tensor
         seconds = 0.0
@@ -169,8 +170,7 @@ class CostModel:
         return seconds
 
     def _attention(self, step: Step) -> float:
-        start = np.array([part.start for part in step.parts], dtype=np.int64)
-        tokens = np.array([part.num_tokens for part in step.parts], dtype=np.int64)
+        start, tokens = step.starts, step.counts
         end = start + tokens
         # Writing and reading the cache, and scores and values over what each token can reach: on average the context
         # at the middle of the chunk, cut by the window.

@@ -8,6 +8,7 @@ Counters are vLLM's. With one step in flight (`o` sampled tokens not seen yet, `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ class Job:
     in vLLM. `image_tokens` are kept by cross-attention layers; `turn_ends` are lengths at which other prompts may part
     from this one. `eligible` is the scheduler's call from which on it may decode again. While `is_loading` the job
     waits for its KV to come from a lower tier; once `is_loaded` it keeps its blocks until it runs. `device_hit` of its
-    tokens were on the device when it was last brought in. `num_prompt` are the prompt's tokens, `longest` those of the
+    tokens were on the device when it was last brought in. `place` is its number among all admissions. `num_prompt` are the prompt's tokens, `longest` those of the
     sequence at its end.
     """
 
@@ -49,6 +50,7 @@ class Job:
     is_loading: bool = field(default=False, init=False)
     is_loaded: bool = field(default=False, init=False)
     device_hit: int = field(default=0, init=False)
+    place: int = field(default=0, init=False)
     # Asked for in every step.
     num_prompt: int = field(init=False)
     longest: int = field(init=False)
@@ -103,16 +105,57 @@ class Scheduled(NamedTuple):
     loaded: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step: parts in the order of scheduling, and the jobs that were preempted for it (their work is lost).
+class Decodes(NamedTuple):
+    """Jobs that all compute one token in a step and sample the next: `tokens[i]` at position `starts[i]` of a job."""
 
-    `num_tokens` are all tokens that the step computes, drafts included.
+    jobs: tuple[Job, ...]
+    rows: Int64Array
+    starts: Int64Array
+    tokens: list[int]
+
+
+class Step:
+    """One step: first `decodes`, then `singles` in the order of scheduling; `preempted` lost their work for it.
+
+    `num_tokens` are all tokens that the step computes, drafts included, `num_samples` those at which it samples.
+    `rows`, `starts` and `counts` hold for every request its row, its first token's position, and its tokens: int64.
     """
 
-    parts: tuple[Scheduled, ...]
-    preempted: tuple[Job, ...]
-    num_tokens: int = field(init=False)
+    __slots__ = ("counts", "decodes", "num_samples", "num_tokens", "preempted", "rows", "singles", "starts")
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_tokens", sum([part.num_tokens for part in self.parts]))
+    def __init__(
+        self, singles: Sequence[Scheduled], preempted: Sequence[Job], decodes: Decodes | None = None
+    ) -> None:
+        self.singles = tuple(singles)
+        self.preempted = tuple(preempted)
+        self.decodes = decodes
+        rows = np.array([part.row for part in singles], dtype=np.int64)
+        starts = np.array([part.start for part in singles], dtype=np.int64)
+        counts = np.array([part.num_tokens for part in singles], dtype=np.int64)
+        self.num_tokens = sum([part.num_tokens for part in singles])
+        self.num_samples = sum([1 + part.num_drafts for part in singles if part.samples])
+        if decodes is not None:
+            num = len(decodes.jobs)
+            self.num_tokens += num
+            self.num_samples += num
+            ones = np.ones(num, dtype=np.int64)
+            if singles:
+                rows = np.concatenate([decodes.rows, rows])
+                starts = np.concatenate([decodes.starts, starts])
+                counts = np.concatenate([ones, counts])
+            else:
+                rows, starts, counts = decodes.rows, decodes.starts, ones
+        self.rows, self.starts, self.counts = rows, starts, counts
+
+    def __len__(self) -> int:
+        """Requests of the step."""
+        return len(self.rows)
+
+    @property
+    def parts(self) -> tuple[Scheduled, ...]:
+        """Every request's part, in the order of scheduling."""
+        if self.decodes is None:
+            return self.singles
+        jobs, rows, starts, _ = self.decodes
+        decodes = zip(jobs, rows.tolist(), starts.tolist(), strict=True)
+        return (*(Scheduled(job, row, start, 1, 0, True) for job, row, start in decodes), *self.singles)
