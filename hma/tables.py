@@ -163,6 +163,16 @@ class GroupTable:
         logical = np.concatenate([np.arange(min(end, sinks)), np.arange(first, max(end, first))])
         return logical, self.entries[:, row, : len(logical)]
 
+    def held_by(self, rows: Int64Array) -> tuple[Int64Array, Int64Array, npt.NDArray[np.int32]]:
+        """`held` of many rows, one after the other: row and logical number of each block, and entries `[tables, n]`."""
+        end, first = self.end[rows], self.first[rows]
+        sinks = np.minimum(end, self.sink_blocks)
+        counts = sinks + np.maximum(end - first, 0)
+        owners, columns = np.repeat(rows, counts), ranges(counts)
+        behind = np.repeat(first - sinks, counts)
+        logical = np.where(columns < np.repeat(sinks, counts), columns, columns + behind)
+        return owners, logical, self.entries[:, owners, columns]
+
 
 def _pinned(shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
     try:
