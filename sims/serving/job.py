@@ -105,6 +105,14 @@ class Scheduled(NamedTuple):
     loaded: int = 0
 
 
+class Columns(NamedTuple):
+    """The requests of a step as int64 arrays: row, position of the first token, and number of tokens of each."""
+
+    rows: Int64Array
+    starts: Int64Array
+    counts: Int64Array
+
+
 class Decodes(NamedTuple):
     """Jobs that all compute one token in a step and sample the next: `tokens[i]` at position `starts[i]` of a job."""
 
@@ -114,42 +122,45 @@ class Decodes(NamedTuple):
     tokens: list[int]
 
 
+def columns_of(rows: Int64Array, starts: Int64Array, parts: Sequence[Scheduled]) -> Columns:
+    """First requests that compute one token, then parts."""
+    num = len(rows)
+    if not parts:
+        return Columns(rows, starts, np.ones(num, dtype=np.int64))
+    columns = np.empty((3, num + len(parts)), dtype=np.int64)
+    columns[0, :num], columns[1, :num], columns[2, :num] = rows, starts, 1
+    columns[:, num:] = np.array([part[1:4] for part in parts], dtype=np.int64).T
+    return Columns(*columns)
+
+
 class Step:
     """One step: first `decodes`, then `singles` in the order of scheduling; `preempted` lost their work for it.
 
     `num_tokens` are all tokens that the step computes, drafts included, `num_samples` those at which it samples.
-    `rows`, `starts` and `counts` hold for every request its row, its first token's position, and its tokens: int64.
+    `columns` are of all requests.
     """
 
-    __slots__ = ("counts", "decodes", "num_samples", "num_tokens", "preempted", "rows", "singles", "starts")
+    __slots__ = ("columns", "decodes", "num_requests", "num_samples", "num_tokens", "preempted", "singles")
 
     def __init__(
-        self, singles: Sequence[Scheduled], preempted: Sequence[Job], decodes: Decodes | None = None
+        self,
+        singles: Sequence[Scheduled],
+        preempted: Sequence[Job],
+        decodes: Decodes | None = None,
+        columns: Columns | None = None,
     ) -> None:
         self.singles = tuple(singles)
         self.preempted = tuple(preempted)
         self.decodes = decodes
-        rows = np.array([part.row for part in singles], dtype=np.int64)
-        starts = np.array([part.start for part in singles], dtype=np.int64)
-        counts = np.array([part.num_tokens for part in singles], dtype=np.int64)
-        self.num_tokens = sum([part.num_tokens for part in singles])
-        self.num_samples = sum([1 + part.num_drafts for part in singles if part.samples])
-        if decodes is not None:
-            num = len(decodes.jobs)
-            self.num_tokens += num
-            self.num_samples += num
-            ones = np.ones(num, dtype=np.int64)
-            if singles:
-                rows = np.concatenate([decodes.rows, rows])
-                starts = np.concatenate([decodes.starts, starts])
-                counts = np.concatenate([ones, counts])
-            else:
-                rows, starts, counts = decodes.rows, decodes.starts, ones
-        self.rows, self.starts, self.counts = rows, starts, counts
-
-    def __len__(self) -> int:
-        """Requests of the step."""
-        return len(self.rows)
+        num = 0 if decodes is None else len(decodes.jobs)
+        self.num_requests = num + len(singles)
+        self.num_tokens = num + sum([part.num_tokens for part in singles])
+        self.num_samples = num + sum([1 + part.num_drafts for part in singles if part.samples])
+        if columns is None:
+            none = np.empty(0, dtype=np.int64)
+            head = (none, none) if decodes is None else (decodes.rows, decodes.starts)
+            columns = columns_of(*head, singles)
+        self.columns = columns
 
     @property
     def parts(self) -> tuple[Scheduled, ...]:

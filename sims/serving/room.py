@@ -13,6 +13,8 @@ from kvtide.hma import HybridMemoryManager
 from kvtide.hma.groups import ManagedGroup
 from kvtide.kvcache.specs import ChunkedLocal, Int64Array
 
+from .job import Columns
+
 
 class Room:
     """Questions to one manager. `in_flight_tokens` are charged to every window at admission."""
@@ -31,10 +33,13 @@ class Room:
         spare = -self._manager.pool.pages_short(needs.tolist())
         return spare >= (self._watermark_pages if with_watermark else 0)
 
-    def of_step(self, rows: Int64Array, upto: Int64Array) -> Int64Array:
-        """Blocks that the rows lack to hold their first `upto[i]` tokens and the lookahead beyond them."""
+    def of_step(self, columns: Columns) -> Int64Array:
+        """Blocks that a step's rows lack to hold its tokens and the lookahead beyond them."""
         manager = self._manager
-        upper = upto + manager.lookahead
+        rows, starts, counts = columns
+        upper = starts + counts
+        if manager.lookahead:
+            upper += manager.lookahead
         needs = self.none()
         for group in manager.groups:
             target = manager.image_tokens[rows] if group.is_cross else upper

@@ -31,13 +31,16 @@ from kvtide.kvcache import ConfigError, Exhausted, KvtideError
 from kvtide.kvcache.geometry import PageGeometry
 from kvtide.kvcache.specs import Int64Array
 
-from .job import Decodes, Job, Scheduled, Step
+from .job import Columns, Decodes, Job, Scheduled, Step, columns_of
 from .offloading import OffloadedRows
 from .queue import WaitingQueue
 from .recording import Recording
 from .room import Room
 from .settings import MAX_DRAFTS, EngineSettings
 from .steady import SteadyJobs
+
+
+NOBODY: Int64Array = np.empty(0, dtype=np.int64)
 
 
 class Outcome(NamedTuple):
@@ -186,22 +189,24 @@ class Scheduler:
         preempted: list[Job] = []
         # Nearly always all running jobs fit; only when they do not is room made job by job.
         self._run_all(batch, threshold)
-        if self._may_admit(batch) or not self._reserve(batch):
-            batch.needs = self._needs(batch)
+        columns = self._steady.columns(batch.parts)
+        if self._may_admit(batch) or not self._reserve(columns):
+            batch.needs = self.room.of_step(columns)
             if not self.room.fits(batch.needs):
                 self._dissolve_steady()
                 batch = _Batch(self.settings, self.room)
                 self._run_in_room(batch, threshold, preempted)
             if not preempted:
                 self._admit_waiting(batch, threshold)
-            has_room = self._reserve(batch)
+            columns = self._steady.columns(batch.parts)
+            has_room = self._reserve(columns)
             assert has_room
         self._preempted += preempted
         if self.recording is not None and len(self.waiting):
             self.recording.waits(self, batch.limit, bool(preempted))
-        if not batch.parts and not len(self._steady):
+        if not len(columns.rows):
             return None
-        step = Step(batch.parts, self._preempted, self._steady.schedule(self._call))
+        step = Step(batch.parts, self._preempted, self._steady.schedule(self._call), columns)
         self._preempted = []
         self._advance(step)
         self._in_flight.append(step)
@@ -215,21 +220,21 @@ class Scheduler:
         """
         if not self._in_flight or self._in_flight[0] is not step:
             raise KvtideError("steps are completed in the order in which they were scheduled")
-        if len(accepted) != len(step):
-            raise KvtideError(f"accepted has {len(accepted)} counts for a step of {len(step)} requests")
+        if len(accepted) != step.num_requests:
+            raise KvtideError(f"accepted has {len(accepted)} counts for a step of {step.num_requests} requests")
         for part, count in zip(step.parts, accepted, strict=True) if any(accepted) else ():
             most = part.num_drafts if part.samples and not part.is_padding else 0
             if not 0 <= count <= most:
                 raise KvtideError(f"request {part.job.request_id!r} has {count} accepted of {most} drafts")
         self._in_flight.popleft()
-        singles = zip(step.singles, accepted[len(step) - len(step.singles) :], strict=True)
+        singles = zip(step.singles, accepted[step.num_requests - len(step.singles) :], strict=True)
         alive = [(part, count) for part, count in singles if not part.job.finished]
         self._commit(step.decodes, alive)
         if self.settings.num_speculative_tokens:
             drafted = [(part.num_drafts, count) for part, count in alive if part.num_drafts and not part.is_padding]
             if drafted:
                 self.drafts.record(*zip(*drafted, strict=True))
-        following = self.settings.drafts_after(len(step))
+        following = self.settings.drafts_after(step.num_requests)
         ahead, longest = self.settings.async_scheduling, self.settings.max_model_len
         outcomes = []
         if step.decodes is not None:
@@ -308,18 +313,12 @@ class Scheduler:
         self._steady.dissolve()
         self._others = self.running.copy()
 
-    def _reserve(self, batch: _Batch) -> bool:
-        """Take the blocks of the batch's rows; False when they do not fit."""
-        steady = self._steady
-        rows = np.array([part.row for part in batch.parts], dtype=np.int64)
-        counts = np.array([part.num_tokens for part in batch.parts], dtype=np.int64)
-        if len(steady):
-            rows = np.concatenate([steady.rows, rows])
-            counts = np.concatenate([np.ones(len(steady), dtype=np.int64), counts])
-        if not len(rows):
+    def _reserve(self, columns: Columns) -> bool:
+        """Take the blocks of a step; False when they do not fit."""
+        if not len(columns.rows):
             return True
         try:
-            self.manager.reserve(rows, counts)
+            self.manager.reserve(columns.rows, columns.counts)
         except Exhausted:
             return False
         return True
@@ -335,7 +334,7 @@ class Scheduler:
             if num <= 0:
                 continue
             part = self._part(job, num)
-            need = self._needs_of([part])
+            need = self._needs([part])
             if not self._make_room(job, need, batch, preempted):
                 break
             batch.needs = batch.needs + need
@@ -370,7 +369,7 @@ class Scheduler:
             self.running.remove(victim)
             self._others.remove(victim)
             if batch.drop(victim):
-                batch.needs = self._needs(batch)
+                batch.needs = self._needs(batch.parts)
             self._preempt(victim)
             preempted.append(victim)
             if victim is job:
@@ -385,13 +384,8 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.put_back(job)
 
-    def _needs(self, batch: _Batch) -> Int64Array:
-        needs = self._needs_of(batch.parts)
-        return needs + self.room.of_step(self._steady.rows, self._steady.starts + 1) if len(self._steady) else needs
-
-    def _needs_of(self, parts: Sequence[Scheduled]) -> Int64Array:
-        rows = np.array([part.row for part in parts], dtype=np.int64)
-        return self.room.of_step(rows, np.array([part.start + part.num_tokens for part in parts], dtype=np.int64))
+    def _needs(self, parts: Sequence[Scheduled]) -> Int64Array:
+        return self.room.of_step(columns_of(NOBODY, NOBODY, parts))
 
     # -- waiting jobs -------------------------------------------------------------------------------------------------
 
@@ -408,11 +402,12 @@ class Scheduler:
                 loading.append(self.waiting.pop())
                 continue
             part = None if entered is None else self._first_part(job, *entered, batch, threshold)
-            if part is None or not self._may_enter(part, batch):
+            need = None if part is None else self._room_for(part, batch)
+            if part is None or need is None:
                 if self._leave_waiting(job):
                     continue
                 break
-            batch.needs = batch.needs + self._needs_of([part])
+            batch.needs = batch.needs + need
             self.waiting.pop()
             self.running.append(job)
             self._others.append(job)
@@ -462,11 +457,12 @@ class Scheduler:
         loaded = max(hit - job.device_hit, 0) if self.offload is not None else 0
         return Scheduled(job, row, hit, num, padding, samples, hit, padding > 0, loaded)
 
-    def _may_enter(self, part: Scheduled, batch: _Batch) -> bool:
-        """Whether the job's blocks can be had: for all its present tokens, and for this step with its lookahead."""
+    def _room_for(self, part: Scheduled, batch: _Batch) -> Int64Array | None:
+        """Blocks for the job's step with its lookahead; None when they, or those for its whole sequence, do not fit."""
         if self.settings.scheduler_reserve_full_isl and not self._whole_fits(part.job, part.row, batch):
-            return False
-        return self.room.fits(batch.needs + self._needs_of([part]), with_watermark=bool(self.running))
+            return None
+        need = self._needs([part])
+        return need if self.room.fits(batch.needs + need, with_watermark=bool(self.running)) else None
 
     def _whole_fits(self, job: Job, row: int, batch: _Batch) -> bool:
         whole = self.room.of_sequence(row, min(job.num_tokens, self.settings.max_model_len))
@@ -543,7 +539,7 @@ class Scheduler:
         ahead = self.settings.async_scheduling
         # Stages hand sampled tokens on in turn: a decode's next step comes a whole round later.
         eligible = self._call + self.settings.pipeline_parallel_size
-        drafts = self.settings.drafts_after(len(step))
+        drafts = self.settings.drafts_after(step.num_requests)
         for part in step.singles:
             job = part.job
             job.computed += part.num_tokens
@@ -557,9 +553,13 @@ class Scheduler:
 
     def _commit(self, decodes: Decodes | None, alive: Sequence[tuple[Scheduled, int]]) -> None:
         manager = self.manager
+        if decodes is not None and not alive:
+            ones = np.ones(len(decodes.jobs), dtype=np.int64)
+            (self.offload or manager).commit(decodes.rows, ones, np.array(decodes.tokens, dtype=np.int64))
+            return
         rows = np.array([part.row for part, _ in alive], dtype=np.int64)
         counts: list[int] = [] if decodes is None else [1] * len(decodes.jobs)
-        tokens: list[int] = [] if decodes is None else decodes.tokens
+        tokens: list[int] = [] if decodes is None else decodes.tokens.copy()
         for (part, accepted), committed in zip(alive, manager.committed[rows].tolist(), strict=True):
             job = part.job
             # Accepted drafts beyond the output's end have no token; the request ends here anyway.

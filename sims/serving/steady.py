@@ -17,7 +17,7 @@ import numpy as np
 
 from kvtide.kvcache.specs import Int64Array
 
-from .job import Decodes, Job
+from .job import Columns, Decodes, Job, Scheduled, columns_of
 
 
 class SteadyJobs:
@@ -64,15 +64,9 @@ class SteadyJobs:
             self._tokens.append(job.output[begin : begin + left][::-1].tolist())
         self._next_end = min(self._last)
 
-    @property
-    def rows(self) -> Int64Array:
-        """The jobs' rows."""
-        return self._rows
-
-    @property
-    def starts(self) -> Int64Array:
-        """Positions of the tokens that they compute next."""
-        return self._starts
+    def columns(self, parts: Sequence[Scheduled]) -> Columns:
+        """Of the next step, if `parts` follow."""
+        return columns_of(self._rows, self._starts, parts)
 
     def schedule(self, call: int) -> Decodes | None:
         """The jobs' part of the step that is scheduled in this call; those whose last token it brings leave."""
