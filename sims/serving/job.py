@@ -119,7 +119,7 @@ class Decodes(NamedTuple):
     jobs: tuple[Job, ...]
     rows: Int64Array
     starts: Int64Array
-    tokens: list[int]
+    tokens: Int64Array
 
 
 def columns_of(rows: Int64Array, starts: Int64Array, parts: Sequence[Scheduled]) -> Columns:

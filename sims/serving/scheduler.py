@@ -555,11 +555,11 @@ class Scheduler:
         manager = self.manager
         if decodes is not None and not alive:
             ones = np.ones(len(decodes.jobs), dtype=np.int64)
-            (self.offload or manager).commit(decodes.rows, ones, np.array(decodes.tokens, dtype=np.int64))
+            (self.offload or manager).commit(decodes.rows, ones, decodes.tokens)
             return
         rows = np.array([part.row for part, _ in alive], dtype=np.int64)
         counts: list[int] = [] if decodes is None else [1] * len(decodes.jobs)
-        tokens: list[int] = [] if decodes is None else decodes.tokens.copy()
+        tokens: list[int] = [] if decodes is None else decodes.tokens.tolist()
         for (part, accepted), committed in zip(alive, manager.committed[rows].tolist(), strict=True):
             job = part.job
             # Accepted drafts beyond the output's end have no token; the request ends here anyway.

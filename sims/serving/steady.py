@@ -14,10 +14,14 @@ from collections.abc import Sequence
 from itertools import compress
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtide.kvcache.specs import Int64Array
 
 from .job import Columns, Decodes, Job, Scheduled, columns_of
+
+# Tokens to come of all jobs that are kept at first; it grows with what they need.
+TOKENS = 1 << 14
 
 
 class SteadyJobs:
@@ -32,13 +36,12 @@ class SteadyJobs:
         self._scheduled = self._completed = 0
         self._call = 0
         self._jobs: tuple[Job, ...] = ()
-        self._rows: Int64Array = np.empty(0, dtype=np.int64)
-        self._starts: Int64Array = np.empty(0, dtype=np.int64)
-        # Per job: the step behind which it joined, that which brings its last token, and its tokens to come.
-        self._joined: list[int] = []
-        self._last: list[int] = []
-        self._tokens: list[list[int]] = []
+        # By job: row, position of the token that it computes next, where that token stands in `_tokens`, the step
+        # behind which it joined, and the step that brings its last token.
+        self._state = np.empty((5, 0), dtype=np.int64)
         self._next_end = -1
+        self._tokens = np.empty(TOKENS, dtype=np.int64)
+        self._used = 0
         # Jobs that have left while steps with them are in flight: when they joined and left.
         self._left: list[tuple[int, int, Job]] = []
 
@@ -52,32 +55,36 @@ class SteadyJobs:
     def join(self, jobs: Sequence[Job]) -> None:
         """Jobs that have sampled, and that only decode from now on, come behind those that are here."""
         now = self._scheduled
-        self._jobs += tuple(jobs)
-        self._rows = np.concatenate([self._rows, np.array([job.row for job in jobs], dtype=np.int64)])
-        self._starts = np.concatenate([self._starts, np.array([job.computed for job in jobs], dtype=np.int64)])
-        for job in jobs:
-            left = self.steps_left(job)
+        lengths = [self.steps_left(job) for job in jobs]
+        if self._used + sum(lengths) > len(self._tokens):
+            self._make_room(sum(lengths))
+        state = []
+        for job, left in zip(jobs, lengths, strict=True):
             begin = job.computed - job.num_prompt
-            self._joined.append(now)
-            self._last.append(now + left)
-            # From the end, so that the next one can be popped.
-            self._tokens.append(job.output[begin : begin + left][::-1].tolist())
-        self._next_end = min(self._last)
+            self._tokens[self._used : self._used + left] = job.output[begin : begin + left]
+            state.append([job.row, job.computed, self._used, now, now + left])
+            self._used += left
+        self._jobs += tuple(jobs)
+        self._state = np.concatenate([self._state, np.array(state, dtype=np.int64).T], axis=1)
+        self._next_end = int(self._state[4].min())
 
     def columns(self, parts: Sequence[Scheduled]) -> Columns:
         """Of the next step, if `parts` follow."""
-        return columns_of(self._rows, self._starts, parts)
+        return columns_of(self._state[0], self._state[1], parts)
 
     def schedule(self, call: int) -> Decodes | None:
         """The jobs' part of the step that is scheduled in this call; those whose last token it brings leave."""
         if not self._jobs:
             return None
-        decodes = Decodes(self._jobs, self._rows, self._starts, [tokens.pop() for tokens in self._tokens])
-        self._starts = self._starts + 1
+        rows, starts, places, *_ = state = self._state
+        decodes = Decodes(self._jobs, rows, starts, self._tokens[places])
+        # A new array, since steps in flight keep theirs.
+        self._state = state = state.copy()
+        state[1:3] += 1
         self._scheduled += 1
         self._call = call
         if self._scheduled == self._next_end:
-            self._keep([last > self._scheduled for last in self._last])
+            self._keep(state[4] > self._scheduled)
         return decodes
 
     def complete(self) -> list[Job]:
@@ -92,20 +99,16 @@ class SteadyJobs:
 
     def dissolve(self) -> None:
         """All jobs leave."""
-        self._keep([False] * len(self._jobs))
+        self._keep(np.zeros(len(self._jobs), dtype=np.bool_))
 
-    def _keep(self, keeps: list[bool]) -> None:
+    def _keep(self, keeps: npt.NDArray[np.bool_]) -> None:
         """Bring the counters of the others up to date, and let them go."""
-        for job, joined, keep in zip(self._jobs, self._joined, keeps, strict=True):
-            if not keep:
-                self._leave(job, joined)
-        self._jobs = tuple(compress(self._jobs, keeps))
-        self._joined = list(compress(self._joined, keeps))
-        self._last = list(compress(self._last, keeps))
-        self._tokens = list(compress(self._tokens, keeps))
-        chosen = np.array(keeps, dtype=np.bool_)
-        self._rows, self._starts = self._rows[chosen], self._starts[chosen]
-        self._next_end = min(self._last, default=-1)
+        joined = self._state[3]
+        for i in (~keeps).nonzero()[0].tolist():
+            self._leave(self._jobs[i], int(joined[i]))
+        self._jobs = tuple(compress(self._jobs, keeps.tolist()))
+        self._state = self._state[:, keeps]
+        self._next_end = int(self._state[4].min(initial=np.iinfo(np.int64).max))
 
     def _leave(self, job: Job, joined: int) -> None:
         took = self._scheduled - joined
@@ -118,3 +121,15 @@ class SteadyJobs:
             job.eligible = self._call + 1
         if in_flight:
             self._left.append((joined, self._scheduled, job))
+
+    def _make_room(self, count: int) -> None:
+        """Move the tokens still to come to the front, so that `count` more have room behind them."""
+        _, _, places, _, last = self._state
+        left = last - self._scheduled
+        spans = zip(places.tolist(), (places + left).tolist(), strict=True)
+        tokens = np.concatenate([self._tokens[:0], *(self._tokens[begin:end] for begin, end in spans)])
+        places[:] = left.cumsum() - left
+        self._used = len(tokens)
+        # Twice as many as needed, so that this is rare.
+        self._tokens = np.empty(max(len(self._tokens), 2 * (self._used + count)), dtype=np.int64)
+        self._tokens[: self._used] = tokens
