@@ -188,6 +188,6 @@ def _pinned(shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
 
 def ranges(counts: Int64Array) -> Int64Array:
     """`0 .. counts[0]-1, 0 .. counts[1]-1, ...` in one array."""
-    total = int(counts.sum())
-    starts = np.cumsum(counts) - counts
-    return np.arange(total) - np.repeat(starts, counts)
+    stops = counts.cumsum()
+    total = int(stops[-1]) if len(stops) else 0
+    return np.arange(total) - (stops - counts).repeat(counts)
