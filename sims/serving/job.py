@@ -26,8 +26,8 @@ class Job:
     in vLLM. `image_tokens` are kept by cross-attention layers; `turn_ends` are lengths at which other prompts may part
     from this one. `eligible` is the scheduler's call from which on it may decode again. While `is_loading` the job
     waits for its KV to come from a lower tier; once `is_loaded` it keeps its blocks until it runs. `device_hit` of its
-    tokens were on the device when it was last brought in. `place` is its number among all admissions. `num_prompt` are the prompt's tokens, `longest` those of the
-    sequence at its end.
+    tokens were on the device when it was last brought in. `place` is its number among all admissions. `num_prompt` are
+    the prompt's tokens, `longest` those of the sequence at its end.
     """
 
     request_id: str

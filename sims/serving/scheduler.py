@@ -39,7 +39,6 @@ from .room import Room
 from .settings import MAX_DRAFTS, EngineSettings
 from .steady import SteadyJobs
 
-
 NOBODY: Int64Array = np.empty(0, dtype=np.int64)
 
 
@@ -253,7 +252,7 @@ class Scheduler:
             else:
                 job.in_flight -= part.num_tokens
                 outcomes.append(Outcome(job, 0, part.num_drafts, count, False))
-        if any([outcome.finished for outcome in outcomes]):
+        if any(outcome.finished for outcome in outcomes):
             self.running = [job for job in self.running if not job.finished]
             self._others = [job for job in self._others if not job.finished]
         return outcomes

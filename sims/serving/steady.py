@@ -16,8 +16,6 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.kvcache.specs import Int64Array
-
 from .job import Columns, Decodes, Job, Scheduled, columns_of
 
 # Tokens to come of all jobs that are kept at first; it grows with what they need.
