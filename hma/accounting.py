@@ -130,19 +130,14 @@ def _only_pinned(manager: ManagerCore, group: ManagedGroup) -> int:
 
 def _tables(manager: ManagerCore, group: ManagedGroup) -> list[tuple[int, _Slots]]:
     """Distinct blocks that running rows hold in each table of the group, and their slots by cause."""
-    rows, logical, ids = [], [], []
-    for row in manager.running_rows.tolist():
-        numbers, entries = group.table.held(row)
-        taken = entries[0] != NO_BLOCK
-        rows.append(np.full(int(taken.sum()), row))
-        logical.append(numbers[taken])
-        ids.append(group.table.to_ids(entries[:, taken]))
-    if not rows:
+    rows, logical, entries = group.table.held_by(manager.running_rows)
+    if not len(rows):
         return [(0, _Slots(0, 0, 0, 0, 0))] * group.fmt.tables
-    by_block = _slots_of(manager, group, np.concatenate(rows), np.concatenate(logical))
+    taken = entries[0] != NO_BLOCK
+    by_block = _slots_of(manager, group, rows[taken], logical[taken])
     tables = []
     # Rows can share a block of one table and not of another, where only one of them was evicted in between.
-    for held in np.concatenate(ids, axis=1):
+    for held in group.table.to_ids(entries[:, taken]):
         # Rows that share a block agree that its tokens are committed; it is needed as much as the neediest says.
         order = np.lexsort((by_block.needed, held))
         last = np.ones(len(held), dtype=np.bool_)

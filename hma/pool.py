@@ -222,6 +222,8 @@ class PagePool(PoolState):
         """Blocks of up to `wanted` free pages, which now belong to the group."""
         reused = min(wanted, self._num_returned)
         fresh = min(wanted - reused, self.num_pages - self._fresh)
+        if not (reused or fresh):
+            return np.empty(0, dtype=np.int64)  # a cache that has been at work for a while fills the pool
         pages = np.arange(self._fresh, self._fresh + fresh)
         self._fresh += fresh
         if reused:
@@ -245,14 +247,17 @@ class PagePool(PoolState):
         """
         for number in range(NUM_CLASSES):
             ring, pages = self._blocks[group][number], self._pages[number]
+            if not (len(ring) or len(pages)):
+                continue
             block_stamp = ring.head_stamp()
-            page_stamp = pages.head_stamp() if max_pages else NO_STAMP
+            # Pages with one block each leave none to be taken singly; then the first page needs no look of its own.
+            page_stamp = pages.head_stamp() if max_pages and block_stamp < NO_STAMP else NO_STAMP
             if block_stamp < page_stamp:
                 ids = ring.pop(blocks, before=page_stamp)
                 self._forget(ids)
                 return ids
-            if page_stamp < NO_STAMP:
-                chosen = pages.pop(max_pages, before=block_stamp)
+            chosen = pages.pop(max_pages, before=block_stamp)
+            if len(chosen):
                 if self._single_blocks(chosen):
                     self._forget(chosen * self.stride)
                 else:

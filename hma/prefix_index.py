@@ -85,8 +85,10 @@ class PrefixIndex:
     def join_spans(self, rows: Int64Array, numbers: Int64Array, nodes: Int64Array) -> None:
         """Remember the whole spans among the nodes of base blocks `numbers[i]` of `rows[i]`, each row's in order."""
         ahead = SPAN - 1
+        if len(rows) <= ahead:
+            return
         spans = (rows[ahead:] == rows[:-ahead]) & (numbers[:-ahead] % SPAN == 0)
-        for begin in np.flatnonzero(spans).tolist():
+        for begin in spans.nonzero()[0].tolist():
             self._join(nodes[begin : begin + SPAN])
 
     def _join(self, nodes: Int64Array) -> None:
@@ -183,11 +185,12 @@ class PrefixIndex:
 
     def forget_empty(self, nodes: Int64Array) -> None:
         """Forget those of the nodes that have no cell left."""
-        empty = nodes[self._filled[nodes] == 0]
-        if not len(empty):
+        is_empty = self._filled[nodes] == 0
+        if not np.count_nonzero(is_empty):
             return
+        empty = nodes[is_empty]
         self._birth[empty] = 0
-        if self.watched[empty].any():
+        if np.count_nonzero(self.watched[empty]):
             self.watched[empty] = False
             self.lost_watched = True
         for node in set(empty.tolist()):

@@ -62,8 +62,8 @@ class Ring:
         parts: list[Int64Array] = []
         while count and self._head < self._tail:
             ids, stamps = self._entries[:, self._head : min(self._head + max(count, PROBE), self._tail)]
-            usable = int(np.searchsorted(stamps, before))
-            picks = np.flatnonzero(self._is_valid(ids[:usable], stamps[:usable]))[:count]
+            usable = int(stamps.searchsorted(before))
+            picks = self._is_valid(ids[:usable], stamps[:usable]).nonzero()[0][:count]
             parts.append(ids[picks])
             count -= len(picks)
             if count == 0:
@@ -72,6 +72,8 @@ class Ring:
                 self._head += usable
                 if usable < len(ids):
                     break
+        if len(parts) == 1:
+            return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def valid(self) -> Int64Array:
@@ -123,7 +125,7 @@ class Stack:
         while count and self._top:
             bottom = max(self._top - max(count, PROBE), 0)
             ids, stamps = self._entries[:, bottom : self._top]
-            picks = np.flatnonzero(self._is_valid(ids, stamps))[::-1][:count]
+            picks = self._is_valid(ids, stamps).nonzero()[0][::-1][:count]
             parts.append(ids[picks])
             count -= len(picks)
             self._top = bottom + int(picks[-1]) if count == 0 else bottom

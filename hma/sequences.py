@@ -97,12 +97,18 @@ class Sequences:
         """
         known = self.known[rows]
         counts = committed - known
-        if self._tokens is None and len(ids) == len(rows) and (counts == 1).all():
+        grows = counts > 0
+        if self._tokens is None and np.count_nonzero(grows) == len(ids) and counts.max(initial=0) <= 1:
+            # One token each, as in most decode steps, or none, as the rows with prompts beside them.
+            if len(ids) < len(rows):
+                rows, known, committed = rows[grows], known[grows], committed[grows]
             places = known - self._hashed[rows]
             self.known[rows] = committed
-            self._tail[rows, places] = ids  # one token each, as in most decode steps
-            for row in rows[places == self._room - 1].tolist():
-                self._hash(row, self._tail[row].copy())
+            self._tail[rows, places] = ids
+            full = places == self._room - 1
+            if np.count_nonzero(full):
+                for row in rows[full].tolist():
+                    self._hash(row, self._tail[row].copy())
             return
         counts = np.maximum(counts, 0)
         if len(ids) != counts.sum():
@@ -133,4 +139,4 @@ class Sequences:
         if len(keys) == len(rows):
             return FreshKeys(rows, before, keys)
         counts = whole - before
-        return FreshKeys(np.repeat(rows, counts), np.repeat(before, counts) + ranges(counts), keys)
+        return FreshKeys(rows.repeat(counts), before.repeat(counts) + ranges(counts), keys)

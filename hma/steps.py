@@ -22,7 +22,7 @@ MAX_DRAFTS = 128
 class Step(NamedTuple):
     """One reservation; `generation` tells whether a row still holds the request that it held then.
 
-    `changes` is the queue's count of rows that came or went. `num_drafts` and `has_gap` are None where there are none.
+    `changes` is the queue's count of rows that went. `num_drafts` and `has_gap` are None where there are none.
     """
 
     number: int
@@ -51,7 +51,7 @@ class StepQueue:
         self._steps: deque[Step] = deque()
         self._next_number = 0
         self._waiting: deque[tuple[int, Parting]] = deque()
-        # Most steps run the rows of the step before; those need no second look while no row has come or gone.
+        # Most steps run the rows of the step before; those need no second look while no row has gone.
         self._changes = 0
         self._checked: tuple[int, Int64Array] = (-1, np.empty(0, dtype=np.int64))
         self.running = np.zeros(max_requests, dtype=np.bool_)
@@ -61,7 +61,6 @@ class StepQueue:
 
     def start(self, row: int) -> None:
         """A row begins to run, as a new request or a resumed one."""
-        self._changes += 1
         self.running[row] = True
         self.generation[row] += 1
         self.in_flight[row] = self.drafts_in_flight[row] = 0
@@ -92,7 +91,7 @@ class StepQueue:
         if not len(rows):
             return
         changes, checked = self._checked
-        if changes != self._changes or len(rows) != len(checked) or (rows != checked).any():
+        if changes != self._changes or len(rows) != len(checked) or np.count_nonzero(rows != checked):
             self._check_rows(rows)
         if tokens.min() < 1 or tokens.max() > most_tokens:
             raise KvtideError(
@@ -139,7 +138,7 @@ class StepQueue:
             alive = (step.generation == self.generation[step.rows]) & self.running[step.rows]
             parts = (None if part is None else part[alive] for part in step[2:])
             step = Step(step.number, step.changes, *parts)  # type: ignore[arg-type]
-        if rows.shape != step.rows.shape or (rows != step.rows).any():
+        if rows.shape != step.rows.shape or np.count_nonzero(rows != step.rows):
             raise KvtideError(
                 f"commit got rows {_some(rows)}; step {step.number} runs rows {_some(step.rows)}, in that order"
             )
@@ -152,7 +151,7 @@ class StepQueue:
                 same = later.generation == self.generation[later.rows]
                 behind = np.isin(rows, later.rows[later.has_gap & same])
                 gap = behind if gap is None else gap | behind
-        if accepted.min(initial=0) >= 0 and gap is None and (accepted <= step.num_tokens).all():
+        if gap is None and not np.count_nonzero((accepted < 0) | (accepted > step.num_tokens)):
             return step
         if gap is None:
             gap = np.zeros(len(rows), dtype=np.bool_)

@@ -163,6 +163,16 @@ class GroupTable:
         logical = np.concatenate([np.arange(min(end, sinks)), np.arange(first, max(end, first))])
         return logical, self.entries[:, row, : len(logical)]
 
+    def held_by(self, rows: Int64Array) -> tuple[Int64Array, Int64Array, npt.NDArray[np.int32]]:
+        """`held` of many rows, one after the other: row and logical number of each block, and entries `[tables, n]`."""
+        end, first = self.end[rows], self.first[rows]
+        sinks = np.minimum(end, self.sink_blocks)
+        counts = sinks + np.maximum(end - first, 0)
+        owners, columns = np.repeat(rows, counts), ranges(counts)
+        behind = np.repeat(first - sinks, counts)
+        logical = np.where(columns < np.repeat(sinks, counts), columns, columns + behind)
+        return owners, logical, self.entries[:, owners, columns]
+
 
 def _pinned(shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
     try:
@@ -178,6 +188,6 @@ def _pinned(shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
 
 def ranges(counts: Int64Array) -> Int64Array:
     """`0 .. counts[0]-1, 0 .. counts[1]-1, ...` in one array."""
-    total = int(counts.sum())
-    starts = np.cumsum(counts) - counts
-    return np.arange(total) - np.repeat(starts, counts)
+    stops = counts.cumsum()
+    total = int(stops[-1]) if len(stops) else 0
+    return np.arange(total) - (stops - counts).repeat(counts)

@@ -64,14 +64,14 @@ class WaitingRows:
             return rows
         may_not = whole - registered[rows] >= MOST_WAITING
         news = ~(self.is_waiting[rows] | may_not)
-        if news.any():
+        if np.count_nonzero(news):
             new = rows[news]
             nodes = self._node[new]
             is_there = self._index.births(nodes) == self._birth[new]
             may_not[news] = ~is_there
             self._index.watched[nodes[is_there]] = True
             self.is_waiting[new[is_there]] = True
-            self._count += int(is_there.sum())
+            self._count += int(np.count_nonzero(is_there))
         return rows[may_not]
 
     def skip_to(self, row: int, whole: int) -> None:
@@ -105,7 +105,7 @@ class WaitingRows:
         last = np.ones(len(rows), dtype=np.bool_)
         np.not_equal(rows[1:], rows[:-1], out=last[:-1])
         rows, nodes = rows[last], nodes[last]
-        self._count -= int(self.is_waiting[rows].sum())
+        self._count -= int(np.count_nonzero(self.is_waiting[rows]))
         self.is_waiting[rows] = False
         births = self._index.births(nodes)
         self._node[rows] = nodes

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtide.kvcache import MLA, ConfigError, ModelLayout
 
@@ -143,12 +144,11 @@ class CostModel:
     def _rank(self, step: Step) -> float:
         """What one rank does by itself: overheads, dense layers, head, attention."""
         work, tensor = self.work, self.parallel.tensor
-        samples = sum([1 + part.num_drafts for part in step.parts if part.samples])
-        dense = 2.0 * (work.dense_params * step.num_tokens + work.head_params * samples) / tensor
+        dense = 2.0 * (work.dense_params * step.num_tokens + work.head_params * step.num_samples) / tensor
         weights = (work.weight_bytes * work.dense_params + 2.0 * work.head_params) / tensor
         return (
             self.efficiency.overhead_s
-            + self.efficiency.per_request_s * len(step.parts)
+            + self.efficiency.per_request_s * step.num_requests
             + max(weights / self._bandwidth, dense / self._flops)
             + self._attention(step)
             + self._drafting(step)
@@ -156,8 +156,10 @@ class CostModel:
 
     def _drafting(self, step: Step) -> float:
         """The drafter's passes, when the step samples anything to draft after."""
+        if self.drafter is None:
+            return 0.0
         samples = sum(part.samples for part in step.parts)
-        if self.drafter is None or not samples:
+        if not samples:
             return 0.0
         work, tensor = self.drafter.work, self.drafter.tensor
         seconds = 0.0
@@ -169,33 +171,32 @@ class CostModel:
         return seconds
 
     def _attention(self, step: Step) -> float:
-        start = np.array([part.start for part in step.parts], dtype=np.int64)
-        tokens = np.array([part.num_tokens for part in step.parts], dtype=np.int64)
+        _, start, tokens = step.columns
         end = start + tokens
+        middle = (start + end + 1) / 2
         # Writing and reading the cache, and scores and values over what each token can reach: on average the context
         # at the middle of the chunk, cut by the window.
-        reads = np.zeros(len(start))
-        pairs = np.zeros(len(start))
-        measured = np.zeros(len(start))
+        reads: npt.NDArray[np.float64] = np.zeros(len(start))
+        pairs: npt.NDArray[np.float64] = np.zeros(len(start))
+        measured: npt.NDArray[np.float64] | None = None
         for spec, token_bytes, layers in self._groups:
             if not token_bytes:
                 continue
             reach = end if spec.reach is None else np.minimum(end, spec.reach + tokens)
-            seen = (start + end + 1) / 2
-            if spec.reach is not None:
-                seen = np.minimum(seen, spec.reach)
+            seen = middle if spec.reach is None else np.minimum(middle, spec.reach)
             read, paired = reach * token_bytes, layers * tokens * seen
             if self._measured is not None and type(spec) is MLA:
                 decodes = tokens <= MOST_QUERY_TOKENS
                 rows = np.maximum(tokens * self.work.heads // self.parallel.tensor, 1)
-                measured += np.where(decodes, layers * self._measured.seconds(rows, end), 0.0)
+                curve = np.where(decodes, layers * self._measured.seconds(rows, end), 0.0)
+                measured = curve if measured is None else measured + curve
                 read, paired = ~decodes * read, ~decodes * paired
             reads += read
             pairs += paired
         flops = 4.0 * pairs * self.work.query_size / self.parallel.tensor
         states = 2.0 * self._state_bytes
         per_request = np.maximum((reads + states) / self._bandwidth, flops / self._attention_flops)
-        return float((measured + per_request).sum())
+        return float((per_request if measured is None else measured + per_request).sum())
 
     def _mla_curve(self, layout: ModelLayout) -> Curve | None:
         """The measured kernel for the layout's latents; `ConfigError` when there are none, or heads are not known."""

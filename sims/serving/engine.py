@@ -139,8 +139,11 @@ class Engine:
                 scheduler.propose = acceptance.drafts_for
         self._thinking_budget = thinking_budget
         self._recording = recording
+        # Whoever follows single requests must hear of every token.
+        follows = thinking_budget is not None or (recording is not None and recording.follows)
         for scheduler in self.schedulers:
             scheduler.recording = recording
+            scheduler.in_bulk &= not follows
         self._reasoning: Reasoning | None = None
         self._random = np.random.default_rng(seed)
         self._times: dict[str, _Times] = {}
@@ -270,7 +273,7 @@ class Engine:
             if step is None:
                 continue
             self._computed += step.num_tokens
-            for part in step.parts:
+            for part in step.singles:
                 if part.hit is not None:
                     times = self._times[part.job.request_id]
                     if times.admitted < 0:
@@ -278,7 +281,7 @@ class Engine:
                         times.loaded = part.loaded
         if self._steps % self._stride == 0:
             self._sample(now)
-            if all(step is None or all(part.num_drafts for part in step.parts) for step in wave):
+            if all(step is None or _has_drafts(step) for step in wave):
                 self._break_even.append(self._cost.break_even(wave))
                 parts = [part for step in wave if step for part in step.parts]
                 self._shapes.append((len(parts) / len(wave), float(np.mean([part.start for part in parts]))))
@@ -331,6 +334,11 @@ class Engine:
         if len(self._samples) > SAMPLES:
             del self._samples[1::2]
             self._stride *= 2
+
+
+def _has_drafts(step: Step) -> bool:
+    """Whether every part of a step has drafts."""
+    return step.decodes is None and all(part.num_drafts for part in step.singles)
 
 
 def _sum_of(counts: Sequence[DraftCounts]) -> DraftCounts:

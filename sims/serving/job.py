@@ -8,6 +8,7 @@ Counters are vLLM's. With one step in flight (`o` sampled tokens not seen yet, `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,8 +26,8 @@ class Job:
     in vLLM. `image_tokens` are kept by cross-attention layers; `turn_ends` are lengths at which other prompts may part
     from this one. `eligible` is the scheduler's call from which on it may decode again. While `is_loading` the job
     waits for its KV to come from a lower tier; once `is_loaded` it keeps its blocks until it runs. `device_hit` of its
-    tokens were on the device when it was last brought in. `num_prompt` are the prompt's tokens, `longest` those of the
-    sequence at its end.
+    tokens were on the device when it was last brought in. `place` is its number among all admissions. `num_prompt` are
+    the prompt's tokens, `longest` those of the sequence at its end.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class Job:
     is_loading: bool = field(default=False, init=False)
     is_loaded: bool = field(default=False, init=False)
     device_hit: int = field(default=0, init=False)
+    place: int = field(default=0, init=False)
     # Asked for in every step.
     num_prompt: int = field(init=False)
     longest: int = field(init=False)
@@ -103,16 +105,68 @@ class Scheduled(NamedTuple):
     loaded: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step: parts in the order of scheduling, and the jobs that were preempted for it (their work is lost).
+class Columns(NamedTuple):
+    """The requests of a step as int64 arrays: row, position of the first token, and number of tokens of each."""
 
-    `num_tokens` are all tokens that the step computes, drafts included.
+    rows: Int64Array
+    starts: Int64Array
+    counts: Int64Array
+
+
+class Decodes(NamedTuple):
+    """Jobs that all compute one token in a step and sample the next: `tokens[i]` at position `starts[i]` of a job."""
+
+    jobs: tuple[Job, ...]
+    rows: Int64Array
+    starts: Int64Array
+    tokens: Int64Array
+
+
+def columns_of(rows: Int64Array, starts: Int64Array, parts: Sequence[Scheduled]) -> Columns:
+    """First requests that compute one token, then parts."""
+    num = len(rows)
+    if not parts:
+        return Columns(rows, starts, np.ones(num, dtype=np.int64))
+    columns = np.empty((3, num + len(parts)), dtype=np.int64)
+    columns[0, :num], columns[1, :num], columns[2, :num] = rows, starts, 1
+    columns[:, num:] = np.array([part[1:4] for part in parts], dtype=np.int64).T
+    return Columns(*columns)
+
+
+class Step:
+    """One step: first `decodes`, then `singles` in the order of scheduling; `preempted` lost their work for it.
+
+    `num_tokens` are all tokens that the step computes, drafts included, `num_samples` those at which it samples.
+    `columns` are of all requests.
     """
 
-    parts: tuple[Scheduled, ...]
-    preempted: tuple[Job, ...]
-    num_tokens: int = field(init=False)
+    __slots__ = ("columns", "decodes", "num_requests", "num_samples", "num_tokens", "preempted", "singles")
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_tokens", sum([part.num_tokens for part in self.parts]))
+    def __init__(
+        self,
+        singles: Sequence[Scheduled],
+        preempted: Sequence[Job],
+        decodes: Decodes | None = None,
+        columns: Columns | None = None,
+    ) -> None:
+        self.singles = tuple(singles)
+        self.preempted = tuple(preempted)
+        self.decodes = decodes
+        num = 0 if decodes is None else len(decodes.jobs)
+        self.num_requests = num + len(singles)
+        self.num_tokens = num + sum([part.num_tokens for part in singles])
+        self.num_samples = num + sum([1 + part.num_drafts for part in singles if part.samples])
+        if columns is None:
+            none = np.empty(0, dtype=np.int64)
+            head = (none, none) if decodes is None else (decodes.rows, decodes.starts)
+            columns = columns_of(*head, singles)
+        self.columns = columns
+
+    @property
+    def parts(self) -> tuple[Scheduled, ...]:
+        """Every request's part, in the order of scheduling."""
+        if self.decodes is None:
+            return self.singles
+        jobs, rows, starts, _ = self.decodes
+        decodes = zip(jobs, rows.tolist(), starts.tolist(), strict=True)
+        return (*(Scheduled(job, row, start, 1, 0, True) for job, row, start in decodes), *self.singles)

@@ -140,7 +140,9 @@ class Recording:
             if step is None:
                 continue
             interval.preemptions += len(step.preempted)
-            for part in step.parts:
+            if step.decodes is not None:
+                interval.decode_tokens += len(step.decodes.jobs)
+            for part in step.singles:
                 if _decodes(part):
                     interval.decode_tokens += part.num_tokens
                     continue
@@ -196,6 +198,11 @@ class Recording:
         interval.memory = MemoryByCause(*(sum(cause) for cause in zip(*stats, strict=True)))
         used = [scheduler.offload.usage().tier_tokens for scheduler in schedulers if scheduler.offload is not None]
         interval.tier_tokens = tuple(map(sum, zip(*used, strict=True)))
+
+    @property
+    def follows(self) -> bool:
+        """Whether it keeps the story of any request."""
+        return bool(self._follow)
 
     # -- single requests ----------------------------------------------------------------------------------------------
 

@@ -7,13 +7,13 @@ vLLM's cap: a window is charged what it can hold while steps are in flight, not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from kvtide.hma import HybridMemoryManager
 from kvtide.hma.groups import ManagedGroup
 from kvtide.kvcache.specs import ChunkedLocal, Int64Array
+
+from .job import Columns
 
 
 class Room:
@@ -33,15 +33,17 @@ class Room:
         spare = -self._manager.pool.pages_short(needs.tolist())
         return spare >= (self._watermark_pages if with_watermark else 0)
 
-    def of_step(self, rows: Sequence[int], upto: Sequence[int]) -> Int64Array:
-        """Blocks that the rows lack to hold their first `upto[i]` tokens and the lookahead beyond them."""
+    def of_step(self, columns: Columns) -> Int64Array:
+        """Blocks that a step's rows lack to hold its tokens and the lookahead beyond them."""
         manager = self._manager
-        index = np.array(rows, dtype=np.int64)
-        upper = np.array(upto, dtype=np.int64) + manager.lookahead
+        rows, starts, counts = columns
+        upper = starts + counts
+        if manager.lookahead:
+            upper += manager.lookahead
         needs = self.none()
         for group in manager.groups:
-            target = manager.image_tokens[index] if group.is_cross else upper
-            needs[group.number] = group.growth(index, target, None, manager.lookahead).total * group.fmt.tables
+            target = manager.image_tokens[rows] if group.is_cross else upper
+            needs[group.number] = group.growth(rows, target, None, manager.lookahead).total * group.fmt.tables
         return needs
 
     def of_sequence(self, row: int, num_tokens: int) -> Int64Array:

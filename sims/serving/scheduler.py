@@ -31,12 +31,15 @@ from kvtide.kvcache import ConfigError, Exhausted, KvtideError
 from kvtide.kvcache.geometry import PageGeometry
 from kvtide.kvcache.specs import Int64Array
 
-from .job import Job, Scheduled, Step
+from .job import Columns, Decodes, Job, Scheduled, Step, columns_of
 from .offloading import OffloadedRows
 from .queue import WaitingQueue
 from .recording import Recording
 from .room import Room
 from .settings import MAX_DRAFTS, EngineSettings
+from .steady import SteadyJobs
+
+NOBODY: Int64Array = np.empty(0, dtype=np.int64)
 
 
 class Outcome(NamedTuple):
@@ -52,14 +55,16 @@ class Outcome(NamedTuple):
 class _Batch:
     """A step in the making: its parts, the tokens still to give away, the blocks that its rows will take."""
 
-    def __init__(self, settings: EngineSettings, room: Room) -> None:
+    def __init__(self, settings: EngineSettings, room: Room, decodes: int = 0) -> None:
         self.parts: list[Scheduled] = []
-        self.tokens = settings.step_budget
+        # That `decodes` jobs get one token each is settled; the budget is never below the number of jobs.
+        self.tokens = settings.step_budget - decodes
         # Slots that the model's input has left; a drafter may need some beyond the scheduled tokens.
-        self.slots = settings.max_num_batched_tokens
+        self.slots = settings.max_num_batched_tokens - decodes
         self.slots_each = settings.draft_slots if settings.rules.draft_slots_per_request else 0
         self.needs = room.none()
-        self.has_running = self.has_prefill = False
+        self.has_running = decodes > 0
+        self.has_prefill = False
 
     @property
     def limit(self) -> int:
@@ -122,6 +127,12 @@ class Scheduler:
         self.room = Room(self.manager, settings.charged_in_flight, settings.watermark)
         self.waiting = WaitingQueue(settings.scheduling_policy)
         self.running: list[Job] = []
+        # Running jobs that only decode, at the head of the others, and those others; jobs at their end are in neither.
+        self._steady = SteadyJobs(settings.max_model_len, ahead=settings.async_scheduling)
+        self._others: list[Job] = []
+        # Whether jobs may be steady: all but the last of their outcomes are left out then.
+        self.in_bulk = not drafts and settings.pipeline_parallel_size == 1
+        self._num_admitted = 0
         # Counted here and not by the manager: vLLM counts accepted drafts beyond the output's end as well.
         self.drafts = DraftAccounting(MAX_DRAFTS)
         self.num_preemptions = 0
@@ -171,53 +182,62 @@ class Scheduler:
         threshold = self.settings.long_prefill_token_threshold
         if len(self.running) + len(self.waiting) <= 1:
             threshold = 0
-        batch = _Batch(self.settings, self.room)
+        if self.in_bulk and self._others:
+            self._join_steady()
+        batch = _Batch(self.settings, self.room, len(self._steady))
         preempted: list[Job] = []
         # Nearly always all running jobs fit; only when they do not is room made job by job.
         self._run_all(batch, threshold)
-        batch.needs = self._needs(batch.parts)
-        if not self.room.fits(batch.needs):
-            batch = _Batch(self.settings, self.room)
-            self._run_in_room(batch, threshold, preempted)
-        if not preempted:
-            self._admit_waiting(batch, threshold)
+        columns = self._steady.columns(batch.parts)
+        if self._may_admit(batch) or not self._reserve(columns):
+            batch.needs = self.room.of_step(columns)
+            if not self.room.fits(batch.needs):
+                self._dissolve_steady()
+                batch = _Batch(self.settings, self.room)
+                self._run_in_room(batch, threshold, preempted)
+            if not preempted:
+                self._admit_waiting(batch, threshold)
+            columns = self._steady.columns(batch.parts)
+            has_room = self._reserve(columns)
+            assert has_room
         self._preempted += preempted
         if self.recording is not None and len(self.waiting):
             self.recording.waits(self, batch.limit, bool(preempted))
-        if not batch.parts:
+        if not len(columns.rows):
             return None
-        step = Step(tuple(batch.parts), tuple(self._preempted))
+        step = Step(batch.parts, self._preempted, self._steady.schedule(self._call), columns)
         self._preempted = []
-        self.manager.reserve([part.row for part in step.parts], [part.num_tokens for part in step.parts])
-        self._advance(step.parts)
+        self._advance(step)
         self._in_flight.append(step)
         return step
 
     def complete(self, step: Step, accepted: Sequence[int]) -> list[Outcome]:
         """The oldest step is done: `accepted[i]` of the drafts of its part i were right.
 
-        Returns what became of each job that is still running, in the step's order. `KvtideError` for another step or
-        impossible counts.
+        Returns what became of each job that is still running, in the step's order; with `in_bulk`, jobs are left out
+        that have decoded one token more and go on. `KvtideError` for another step or impossible counts.
         """
         if not self._in_flight or self._in_flight[0] is not step:
             raise KvtideError("steps are completed in the order in which they were scheduled")
-        if len(accepted) != len(step.parts):
-            raise KvtideError(f"accepted has {len(accepted)} counts for a step of {len(step.parts)} requests")
+        if len(accepted) != step.num_requests:
+            raise KvtideError(f"accepted has {len(accepted)} counts for a step of {step.num_requests} requests")
         for part, count in zip(step.parts, accepted, strict=True) if any(accepted) else ():
             most = part.num_drafts if part.samples and not part.is_padding else 0
             if not 0 <= count <= most:
                 raise KvtideError(f"request {part.job.request_id!r} has {count} accepted of {most} drafts")
         self._in_flight.popleft()
-        alive = [(part, count) for part, count in zip(step.parts, accepted, strict=True) if not part.job.finished]
-        self._commit(alive)
+        singles = zip(step.singles, accepted[step.num_requests - len(step.singles) :], strict=True)
+        alive = [(part, count) for part, count in singles if not part.job.finished]
+        self._commit(step.decodes, alive)
         if self.settings.num_speculative_tokens:
             drafted = [(part.num_drafts, count) for part, count in alive if part.num_drafts and not part.is_padding]
             if drafted:
                 self.drafts.record(*zip(*drafted, strict=True))
-        following = self.settings.drafts_after(len(step.parts))
+        following = self.settings.drafts_after(step.num_requests)
         ahead, longest = self.settings.async_scheduling, self.settings.max_model_len
         outcomes = []
-        has_finished = False
+        if step.decodes is not None:
+            outcomes += [self._settle(job, 1, 0, 0, 0) for job in self._steady.complete()]
         for part, count in alive:
             job = part.job
             room = min(job.longest, longest) - job.num_prompt - job.num_output
@@ -227,11 +247,14 @@ class Scheduler:
                 job.num_output += 1
                 job.placeholders -= 1
                 outcomes.append(Outcome(job, 1, 0, 0, False))
-                continue
-            outcomes.append(self._settle(part, count, following))
-            has_finished |= job.finished
-        if has_finished:
+            elif part.samples:
+                outcomes.append(self._settle(job, part.num_tokens, part.num_drafts, count, following))
+            else:
+                job.in_flight -= part.num_tokens
+                outcomes.append(Outcome(job, 0, part.num_drafts, count, False))
+        if any(outcome.finished for outcome in outcomes):
             self.running = [job for job in self.running if not job.finished]
+            self._others = [job for job in self._others if not job.finished]
         return outcomes
 
     # -- running jobs -------------------------------------------------------------------------------------------------
@@ -244,7 +267,7 @@ class Scheduler:
         call, longest, each = self._call, self.settings.max_model_len, batch.slots_each
         tokens, slots, parts = batch.tokens, batch.slots, batch.parts
         has_prefill = False
-        for job in self.running:
+        for job in self._others:
             limit = min(tokens, slots - each)
             if limit <= 0:
                 break
@@ -267,7 +290,37 @@ class Scheduler:
             slots -= num + each
             has_prefill |= job.is_prefill_chunk
         batch.tokens, batch.slots = tokens, slots
-        batch.has_running, batch.has_prefill = bool(parts), has_prefill
+        batch.has_running |= bool(parts)
+        batch.has_prefill = has_prefill
+
+    def _join_steady(self) -> None:
+        """Jobs that only decode from now on join those that do, up to the first that still computes its prompt."""
+        joining: list[Job] = []
+        for job in self._others:
+            if self._steady.steps_left(job) <= 0:
+                continue  # its last token is on its way
+            lacks = job.num_tokens + job.placeholders - job.computed
+            if job.is_prefill_chunk or lacks != 1 or job.num_output + job.placeholders == 0:
+                break
+            joining.append(job)
+        if joining:
+            self._steady.join(joining)
+            joined = set(joining)
+            self._others = [job for job in self._others if job not in joined]
+
+    def _dissolve_steady(self) -> None:
+        self._steady.dissolve()
+        self._others = self.running.copy()
+
+    def _reserve(self, columns: Columns) -> bool:
+        """Take the blocks of a step; False when they do not fit."""
+        if not len(columns.rows):
+            return True
+        try:
+            self.manager.reserve(columns.rows, columns.counts)
+        except Exhausted:
+            return False
+        return True
 
     def _run_in_room(self, batch: _Batch, threshold: int, preempted: list[Job]) -> None:
         """The same job by job, and room is made for the blocks of each."""
@@ -313,6 +366,7 @@ class Scheduler:
                 short = self.manager.pool.pages_short((batch.needs + need).tolist())
                 self.recording.preempted(self, victim, job, short)
             self.running.remove(victim)
+            self._others.remove(victim)
             if batch.drop(victim):
                 batch.needs = self._needs(batch.parts)
             self._preempt(victim)
@@ -330,27 +384,34 @@ class Scheduler:
         self.waiting.put_back(job)
 
     def _needs(self, parts: Sequence[Scheduled]) -> Int64Array:
-        return self.room.of_step([part.row for part in parts], [part.start + part.num_tokens for part in parts])
+        return self.room.of_step(columns_of(NOBODY, NOBODY, parts))
 
     # -- waiting jobs -------------------------------------------------------------------------------------------------
+
+    def _may_admit(self, batch: _Batch) -> bool:
+        return len(self.waiting) > 0 and batch.limit > 0 and len(self.running) < self.settings.max_num_seqs
 
     def _admit_waiting(self, batch: _Batch, threshold: int) -> None:
         """Admit from the head of the queue until one does not fit; those that are being loaded are passed over."""
         loading: list[Job] = []
-        while len(self.waiting) and batch.limit > 0 and len(self.running) < self.settings.max_num_seqs:
+        while self._may_admit(batch):
             job = self.waiting.head
             entered = self._take_row(job, batch, len(loading))
             if job.is_loading:
                 loading.append(self.waiting.pop())
                 continue
             part = None if entered is None else self._first_part(job, *entered, batch, threshold)
-            if part is None or not self._may_enter(part, batch):
+            need = None if part is None else self._room_for(part, batch)
+            if part is None or need is None:
                 if self._leave_waiting(job):
                     continue
                 break
-            batch.needs = batch.needs + self._needs([part])
+            batch.needs = batch.needs + need
             self.waiting.pop()
             self.running.append(job)
+            self._others.append(job)
+            self._num_admitted += 1
+            job.place = self._num_admitted
             job.computed = part.start
             job.is_loaded = False
             batch.add(part)
@@ -395,11 +456,12 @@ class Scheduler:
         loaded = max(hit - job.device_hit, 0) if self.offload is not None else 0
         return Scheduled(job, row, hit, num, padding, samples, hit, padding > 0, loaded)
 
-    def _may_enter(self, part: Scheduled, batch: _Batch) -> bool:
-        """Whether the job's blocks can be had: for all its present tokens, and for this step with its lookahead."""
+    def _room_for(self, part: Scheduled, batch: _Batch) -> Int64Array | None:
+        """Blocks for the job's step with its lookahead; None when they, or those for its whole sequence, do not fit."""
         if self.settings.scheduler_reserve_full_isl and not self._whole_fits(part.job, part.row, batch):
-            return False
-        return self.room.fits(batch.needs + self._needs([part]), with_watermark=bool(self.running))
+            return None
+        need = self._needs([part])
+        return need if self.room.fits(batch.needs + need, with_watermark=bool(self.running)) else None
 
     def _whole_fits(self, job: Job, row: int, batch: _Batch) -> bool:
         whole = self.room.of_sequence(row, min(job.num_tokens, self.settings.max_model_len))
@@ -471,13 +533,13 @@ class Scheduler:
 
     # -- before and after a step --------------------------------------------------------------------------------------
 
-    def _advance(self, parts: Sequence[Scheduled]) -> None:
+    def _advance(self, step: Step) -> None:
         """Count a step's tokens as computed, and with steps in flight its samples as known."""
         ahead = self.settings.async_scheduling
         # Stages hand sampled tokens on in turn: a decode's next step comes a whole round later.
         eligible = self._call + self.settings.pipeline_parallel_size
-        drafts = self.settings.drafts_after(len(parts))
-        for part in parts:
+        drafts = self.settings.drafts_after(step.num_requests)
+        for part in step.singles:
             job = part.job
             job.computed += part.num_tokens
             job.in_flight += part.num_tokens
@@ -488,11 +550,15 @@ class Scheduler:
                 job.eligible = eligible
                 job.drafts = drafts
 
-    def _commit(self, alive: Sequence[tuple[Scheduled, int]]) -> None:
+    def _commit(self, decodes: Decodes | None, alive: Sequence[tuple[Scheduled, int]]) -> None:
         manager = self.manager
-        rows = [part.row for part, _ in alive]
-        counts: list[int] = []
-        tokens: list[int] = []
+        if decodes is not None and not alive:
+            ones = np.ones(len(decodes.jobs), dtype=np.int64)
+            (self.offload or manager).commit(decodes.rows, ones, decodes.tokens)
+            return
+        rows = np.array([part.row for part, _ in alive], dtype=np.int64)
+        counts: list[int] = [] if decodes is None else [1] * len(decodes.jobs)
+        tokens: list[int] = [] if decodes is None else decodes.tokens.tolist()
         for (part, accepted), committed in zip(alive, manager.committed[rows].tolist(), strict=True):
             job = part.job
             # Accepted drafts beyond the output's end have no token; the request ends here anyway.
@@ -503,16 +569,15 @@ class Scheduler:
                 tokens.append(job.output.item(known - job.num_prompt))
             elif committed + count > known:
                 tokens += job.tokens_between(known, committed + count).tolist()
+        if decodes is not None:
+            rows = np.concatenate([decodes.rows, rows])
         (self.offload or manager).commit(rows, counts, np.array(tokens, dtype=np.int64))
 
-    def _settle(self, part: Scheduled, accepted: int, following_drafts: int) -> Outcome:
-        """Roll rejected drafts back, append what was sampled, end the job when its output is whole."""
-        job = part.job
-        job.in_flight -= part.num_tokens
-        if not part.samples:
-            return Outcome(job, 0, part.num_drafts, accepted, False)
+    def _settle(self, job: Job, num_tokens: int, num_drafts: int, accepted: int, following_drafts: int) -> Outcome:
+        """The job has sampled: roll rejected drafts back, append what it got, end it when its output is whole."""
         settings = self.settings
-        rejected = part.num_drafts - accepted
+        job.in_flight -= num_tokens
+        rejected = num_drafts - accepted
         job.computed -= rejected
         room = min(job.longest, settings.max_model_len) - job.num_prompt - job.num_output
         sampled = min(1 + accepted, room)
@@ -523,7 +588,7 @@ class Scheduler:
             self._finish(job)
         if not settings.async_scheduling:
             job.drafts = self.propose(job, following_drafts) if self.propose else following_drafts
-        return Outcome(job, sampled, part.num_drafts, accepted, job.finished)
+        return Outcome(job, sampled, num_drafts, accepted, job.finished)
 
     def _finish(self, job: Job) -> None:
         job.finished = True

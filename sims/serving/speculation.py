@@ -137,8 +137,8 @@ class Acceptance:
     def accept(self, step: Step, random: np.random.Generator) -> list[int]:
         """Accepted drafts of each part of a step, drawn independently."""
         if not self.rates:
-            return [0] * len(step.parts)
-        draws = random.random(len(step.parts)).tolist()
+            return [0] * step.num_requests
+        draws = random.random(step.num_requests).tolist()
         return [
             sum(draw < rate for rate in self.rates[: part.num_drafts]) if part.samples and not part.is_padding else 0
             for part, draw in zip(step.parts, draws, strict=True)

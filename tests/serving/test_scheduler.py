@@ -106,6 +106,48 @@ def test_every_token_is_served_once(
     assert not scheduler.manager.running_rows.size
 
 
+@given(
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    seed=st.integers(0, 1000),
+    asynchronous=st.booleans(),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    longest=st.integers(160, 256),
+    pages=st.integers(40, 120),
+)
+def test_jobs_that_decode_together_are_served_as_one_by_one(
+    layout: str, seed: int, asynchronous: bool, policy: str, longest: int, pages: int
+) -> None:
+    settings = replace(BASE, async_scheduling=asynchronous, scheduling_policy=policy, max_model_len=longest)
+    told, ends = [], []
+    # With little room for tokens to come it is made often.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvtide.sims.serving.steady.TOKENS", 8)
+        for in_bulk in (True, False):
+            scheduler = scheduler_of(layout, pages, settings)
+            assert scheduler.in_bulk
+            scheduler.in_bulk = in_bulk
+            jobs = jobs_of(seed, 10)
+            steps = run_all(scheduler, jobs)
+            assert any(step.decodes for step in steps) == in_bulk
+            told.append(
+                [
+                    (
+                        [(part.job.request_id, *part[1:]) for part in step.parts],
+                        [job.request_id for job in step.preempted],
+                        (step.num_requests, step.num_tokens, step.num_samples),
+                        [column.tolist() for column in step.columns],
+                    )
+                    for step in steps
+                ]
+            )
+            ends.append(
+                [(job.computed, job.num_output, job.placeholders, job.in_flight, job.preemptions) for job in jobs]
+            )
+            assert not len(scheduler.running)
+    assert told[0] == told[1]
+    assert ends[0] == ends[1]
+
+
 @given(seed=st.integers(0, 1000), pages=st.integers(40, 80))
 def test_first_come_is_first_admitted(seed: int, pages: int) -> None:
     jobs = jobs_of(seed, 12)
