@@ -25,8 +25,8 @@ class MemoryByCause(NamedTuple):
 
     `needed`: the next query of a request reads it. `out_of_window`: held, and no query can reach it again.
     `group_padding`, `page_padding`: bytes that no block can use. `block_tail`: slots of a last block that no token
-    fills yet. `draft_reserve`: slots for drafts. `in_flight_reserve`: slots of tokens being computed, and blocks that
-    wait for a step. `idle_cached`: cached blocks that no request holds. `free`: everything else.
+    fills yet. `draft_reserve`: slots for drafts. `in_flight_reserve`: slots of tokens being computed or loaded, and
+    blocks that wait for a step. `idle_cached`: cached blocks that no request holds. `free`: everything else.
     """
 
     needed: int
@@ -166,6 +166,8 @@ def _slots_of(manager: ManagerCore, group: ManagedGroup, rows: Int64Array, logic
         return _SlotArrays(needed, none, none, none, size - needed)
     committed = manager.committed[rows]
     scheduled = committed + manager.in_flight[rows]
+    for row, num_tokens in manager.loading_rows.items():
+        scheduled[rows == row] = num_tokens
     ahead = scheduled + manager.lookahead
     reach = group.fmt.group.spec.needed(committed + 1)
     needed = within(reach.first, committed) + within(np.zeros_like(begin), np.minimum(reach.sinks, committed))

@@ -147,6 +147,11 @@ class ManagerCore:
         return np.flatnonzero(self._steps.running)
 
     @property
+    def loading_rows(self) -> dict[int, int]:
+        """Rows that are being loaded, and the tokens that each will have then."""
+        return {row: load.num_tokens for row, load in self._loading.items()}
+
+    @property
     def in_flight(self) -> Int64Array:
         """Tokens reserved and not yet committed, by row."""
         return self._steps.in_flight

@@ -240,6 +240,22 @@ def test_a_load_completes_a_base_block_that_the_row_began():
         assert engine.requests["a"].committed == hit
 
 
+@pytest.mark.parametrize("layout", [HYBRID, FULL, SINKS, STATES], ids=lambda layout: layout.name)
+def test_what_is_being_loaded_is_in_flight(layout):
+    manager = manager_of(layout)
+    row = manager.admit("a", np.arange(301)).row
+    empty = manager.stats()
+    runs = manager.reserve_load(row, 288)
+    during = manager.stats()
+    blocks = sum(run.entries.size * manager.group(run.group).fmt.block_bytes for run in runs)
+    assert during.in_flight_reserve == blocks
+    assert (during.needed, during.block_tail) == (empty.needed, empty.block_tail)
+    assert sum(during) == sum(empty)
+    manager.settle_load(row)
+    if layout is not STATES:  # whose checkpoint waits for the step that restores it
+        assert manager.stats().in_flight_reserve == 0
+
+
 def test_misuse_is_named_and_changes_nothing():
     manager = manager_of(HYBRID)
     row = manager.admit("a", np.arange(320)).row
