@@ -13,8 +13,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from .errors import ConfigError
 
 Input = str | PathLike[str] | Mapping[str, Any]
@@ -101,6 +99,8 @@ def _parse_json(text: str, label: str) -> Any:
 
 
 def _parse_yaml(text: str, label: str) -> Any:
+    import yaml  # here, since most never read any
+
     try:
         return yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:

@@ -9,12 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import cache
-from importlib.resources import files
 from typing import Any
-
-import yaml
 
 from .documents import shown
 from .errors import ConfigError
@@ -46,6 +42,11 @@ def load_preset(name: str) -> ModelLayout:
 
 @cache
 def _entries() -> Mapping[str, Mapping[str, Any]]:
+    # Imported here: whoever brings a layout of its own need not pay for it.
+    from importlib.resources import files
+
+    import yaml
+
     text = files(__package__).joinpath("presets.yaml").read_text(encoding="utf-8")
     entries: Mapping[str, Mapping[str, Any]] = yaml.safe_load(text)
     return entries
@@ -73,6 +74,8 @@ def _resolve(name: str) -> str:
         candidate = shorter
     if candidate in names:
         return names[candidate]
+    from difflib import get_close_matches
+
     near = get_close_matches(wanted[:80], names, n=3, cutoff=0.5)
     hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(preset_names())}"
     raise ConfigError(f"preset {shown(name)} is not known; {hint}")

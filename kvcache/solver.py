@@ -29,7 +29,7 @@ MIN_BLOCK_SIZE = 8
 # One more table must save at least this share of the bytes.
 TABLE_COST = 0.0005
 # Lengths are odd on purpose: a geometry must not look good only at multiples of its block.
-REFERENCE_TOKENS = np.unique(np.geomspace(2048, 32768, 33).astype(np.int64) | 1)
+REFERENCE_TOKENS = np.array(sorted({int(n) | 1 for n in np.geomspace(2048, 32768, 33)}), dtype=np.int64)
 REFERENCE_IMAGE_TOKENS = 4 * 1601  # four tiles of a mllama picture
 # Multiples of a block that are tried as page sizes; beyond that a page is many small blocks and nothing is gained.
 MAX_MULTIPLE = 512
