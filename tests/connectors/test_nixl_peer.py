@@ -376,7 +376,8 @@ def test_a_server_that_cannot_prove_the_secret_is_not_read_from(tmp_path: Path) 
 
         thread = threading.Thread(target=pretend)
         thread.start()
-        with open_peer(f"127.0.0.1:{listener.getsockname()[1]}", secret_file=str(file)) as victim:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with open_peer(address, secret_file=str(file), timeout_seconds=4.0) as victim:
             assert victim.contains([key_of(1)]) == [Status.ERROR]
             assert victim.stats().faults["peer has another secret"] == 1
         thread.join()

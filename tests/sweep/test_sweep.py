@@ -18,6 +18,7 @@ import pytest
 
 from kvtide.cli.sweep import arguments_of, read_grid, run_point
 from kvtide.kvcache import ConfigError
+from kvtide.sims import sweep_workers
 from kvtide.sims.sweep import Grid, Journal, Point, Result, rows_of
 from kvtide.sims.sweep_table import check_table, write_table
 from kvtide.sims.sweep_workers import DIED, run_in_processes, run_on_dask
@@ -220,8 +221,9 @@ def test_points_run_on_a_dask_cluster(flags: list[str]) -> None:
             assert {**result.figures, "wall_s": 0} == {**(here[key].figures or {}), "wall_s": 0}
 
 
-def test_no_cluster_answers() -> None:
+def test_no_cluster_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("distributed", reason="needs the extra dask")
+    monkeypatch.setattr(sweep_workers, "PATIENCE", 1)
     with pytest.raises(ConfigError, match="no Dask scheduler answers"):
         run_on_dask([point(a="1")], square_or_die, lambda item, result: None, "tcp://127.0.0.1:9")
 
